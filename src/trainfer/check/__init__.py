@@ -1,0 +1,1 @@
+"""The half that explains the numbers: probe -> dump -> align -> compare -> explain -> report."""

@@ -1,0 +1,1 @@
+"""Aligned records -> differences and a verdict."""

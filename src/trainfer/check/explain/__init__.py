@@ -1,0 +1,1 @@
+"""Differences -> causes. Plain Python."""

@@ -1,0 +1,1 @@
+"""What the user writes: schema -> sources -> overrides -> one validated, frozen config."""

@@ -1,0 +1,1 @@
+"""Who generates: implementations of ``train.rollout.engine.Engine``."""

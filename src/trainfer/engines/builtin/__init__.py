@@ -1,0 +1,1 @@
+"""Our engine: a Transformers module with a paged KV cache and continuous batching."""

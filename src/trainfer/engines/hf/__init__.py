@@ -1,0 +1,1 @@
+"""The simple reference: plain ``generate`` of Transformers."""

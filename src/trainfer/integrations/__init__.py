@@ -1,0 +1,1 @@
+"""Other people's systems: one folder each, none imports another."""

@@ -1,0 +1,1 @@
+"""Load a Transformers causal LM and tokenizer; register our attention."""

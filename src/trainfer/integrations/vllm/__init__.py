@@ -1,0 +1,1 @@
+"""Attach the probe to a vLLM worker."""

@@ -1,0 +1,1 @@
+"""Batch arithmetic: config -> integers. No tensor, no torch, nothing expensive."""

@@ -1,0 +1,1 @@
+"""The half that makes the numbers: data -> rollout -> reward -> advantage -> update."""

@@ -1,0 +1,1 @@
+"""Parquet and JSONL rows -> tokenised prompts in a resumable order."""

@@ -1,0 +1,1 @@
+"""Response text -> one float. Plain Python."""

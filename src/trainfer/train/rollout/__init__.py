@@ -1,0 +1,1 @@
+"""Prompts -> sequences: the Engine interface and group sampling with a seed per sequence."""

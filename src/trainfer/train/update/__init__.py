@@ -1,0 +1,1 @@
+"""Sequences -> log-probs -> loss -> optimizer step."""

@@ -1,0 +1,1 @@
+"""Who runs where: actor, rollout and ref behind one group interface. No arithmetic."""

@@ -1,0 +1,91 @@
+"""The interface of a group of workers: what ``run`` knows about who runs where.
+
+A group holds an actor (trained), a rollout engine, and, where the KL term needs one, a
+frozen ref. ``local_group`` runs them in this process.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from trainfer.types import (
+    Completion,
+    GenerationRequest,
+    SampledSequence,
+    TokenScores,
+    TrainingSequence,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateReport:
+    """What one update (all its optimizer steps) did."""
+
+    metrics: dict[str, float]
+    """Under verl's names, e.g. ``actor/pg_loss``; means over the optimizer steps."""
+    optimizer_steps: int
+    skipped_steps: int
+    """Optimizer steps left out because a gradient was not finite."""
+    weights_version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncProof:
+    """Evidence that the rollout engine computes with the actor's weights."""
+
+    weights_version: int
+    tensors: int
+    mismatched: tuple[str, ...]
+    """Names whose fingerprints differ or are missing on one side; empty is proof."""
+
+    @property
+    def matches(self) -> bool:
+        """True when every fingerprint agrees."""
+        return not self.mismatched
+
+
+class WorkerGroup(Protocol):
+    """Everything ``run`` asks of the workers; ranks, devices and transport are theirs."""
+
+    @property
+    def weights_version(self) -> int:
+        """Optimizer steps taken since the start of the run."""
+        ...
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[Completion]:
+        """Sample, in the order of the requests."""
+        ...
+
+    def old_logprobs(self, sequences: Sequence[SampledSequence]) -> list[TokenScores]:
+        """Score the responses with the actor, without gradient."""
+        ...
+
+    def ref_logprobs(self, sequences: Sequence[SampledSequence]) -> list[TokenScores]:
+        """Score the responses with the frozen ref."""
+        ...
+
+    def update(self, sequences: Sequence[TrainingSequence]) -> UpdateReport:
+        """Train on one step's sequences: every epoch and mini-batch of the plan."""
+        ...
+
+    def sync_weights(self) -> SyncProof:
+        """Hand the actor's weights to the engine and prove that they arrived."""
+        ...
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write model, optimizer and RNG state of every rank below ``folder``."""
+        ...
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Restore what ``save_checkpoint`` wrote."""
+        ...
+
+    def close(self) -> None:
+        """End every worker."""
+        ...
