@@ -6,6 +6,7 @@
     ├── ConfigError           a key, a value or a source of the configuration
     ├── PlanError             batch sizes that do not fit together
     ├── DataError             a data file, a row, a column
+    │   └── RewardError       a reward that cannot be given or used; also a ValueError
     ├── ModelError            a model folder or tokenizer
     ├── EngineError           a rollout engine could not be used
     ├── RunFolderError        the run folder cannot be used for this run
@@ -35,6 +36,10 @@ class PlanError(TrainferError):
 
 class DataError(TrainferError):
     """A data file, row or column is wrong."""
+
+
+class RewardError(DataError, ValueError):
+    """A reward that cannot be given (unknown ``data_source``) or used (NaN, a missing partner)."""
 
 
 class ModelError(TrainferError):
