@@ -1,0 +1,90 @@
+"""What was asked for: configuration values by dotted key, read with a type or not at all.
+
+Rules are straight functions of :class:`Asked`. A value that is not known (a shell variable
+without a value, text where a number belongs) raises :class:`NotKnown` where it is read, and
+:func:`known` turns that into "this rule says nothing"; the value itself is reported once.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from trainfer.plan.records import Value
+
+T = TypeVar("T")
+
+
+class NotKnown(Exception):
+    """The value of a key is not known, or is not of the kind that the reader needs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """Values by full dotted key. Keys that are absent read as null."""
+
+    values: Mapping[str, Value]
+    unknown: frozenset[str] = field(default_factory=frozenset[str])
+    """Keys that were set to something which cannot be known statically."""
+
+    def value(self, key: str) -> Value:
+        """The value as it stands; null where absent."""
+        if key in self.unknown:
+            raise NotKnown(key)
+        return self.values.get(key)
+
+    def optional_count(self, key: str) -> int | None:
+        """A positive whole number, or null."""
+        value = self.value(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise NotKnown(key)
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive whole number; ``default`` stands in for null."""
+        value = self.optional_count(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise NotKnown(key)
+        return value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """Any whole number, such as ``fsdp_size=-1``."""
+        value = self.value(key)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise NotKnown(key)
+        return value
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """True or false; ``default`` stands in for null."""
+        value = self.value(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise NotKnown(key)
+        return value
+
+    def text(self, key: str, default: str = "") -> str:
+        """A string; ``default`` stands in for null."""
+        value = self.value(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise NotKnown(key)
+        return value
+
+    def with_values(self, changes: Mapping[str, Value]) -> "Asked":
+        """The same with some values replaced."""
+        return Asked(values={**self.values, **changes}, unknown=self.unknown - set(changes))
+
+
+def known(read: Callable[[], T]) -> T | None:
+    """What ``read`` returns, or None when it needs a value that is not known."""
+    try:
+        return read()
+    except NotKnown:
+        return None

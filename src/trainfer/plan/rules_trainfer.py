@@ -1,0 +1,218 @@
+"""Rule set ``trainfer``: what trainfer's own training step does with the sizes that were asked for.
+
+Tensors are packed by token and the loss is normalised over the whole mini-batch across ranks, so
+a micro-batch size need not divide anything: the last micro-batch is simply smaller. What must
+hold: whole mini-batches in a step, equal numbers of sequences on every data-parallel rank for
+every optimizer step, whole engines and sequence-parallel groups in the world, and budgets that
+hold the longest sequence.
+"""
+
+from collections.abc import Callable, Iterator
+
+from trainfer.plan import keys
+from trainfer.plan.asked import Asked, NotKnown
+from trainfer.plan.records import Problem, StepPlan
+
+DEFAULT_TOKENS = 16384
+"""verl's default of ``actor.ppo_max_token_len_per_gpu``."""
+
+
+def num_ranks(asked: Asked) -> int:
+    """Worker processes of the run."""
+    return asked.count(keys.GPUS, 1) * asked.count(keys.NODES, 1)
+
+
+def data_parallel_size(asked: Asked) -> int:
+    """Ranks that hold different sequences; the ranks of a sequence-parallel group hold the same."""
+    return max(1, num_ranks(asked) // asked.count(keys.SP, 1))
+
+
+def longest_sequence(asked: Asked) -> int:
+    """Tokens of the longest prompt and response together."""
+    return asked.count(keys.PROMPT_TOKENS) + asked.count(keys.RESPONSE_TOKENS)
+
+
+def _error(code: str, *names: str, message: str) -> Problem:
+    return Problem(severity="error", when="config", code=code, keys=names, message=message)
+
+
+def _whole_mini_batches(asked: Asked) -> Iterator[Problem]:
+    prompts, mini = asked.count(keys.TRAIN), asked.count(keys.MINI)
+    if prompts < mini:
+        yield _error(
+            "train_batch_smaller_than_mini_batch",
+            keys.TRAIN,
+            keys.MINI,
+            message=f"{keys.TRAIN}={prompts} prompts a step are fewer than {keys.MINI}={mini} prompts of one "
+            f"optimizer step. Both count prompts. Set the mini-batch to {prompts} or a divisor of it.",
+        )
+    elif prompts % mini:
+        yield _error(
+            "train_batch_not_divisible_by_mini_batch",
+            keys.TRAIN,
+            keys.MINI,
+            message=f"{keys.TRAIN}={prompts} prompts a step are not whole mini-batches of {keys.MINI}={mini}: "
+            f"{prompts % mini} prompts would be left over. Set {keys.TRAIN} to a multiple of {mini}, "
+            f"e.g. {prompts - prompts % mini} or {prompts + mini - prompts % mini}.",
+        )
+
+
+def _equal_ranks(asked: Asked) -> Iterator[Problem]:
+    mini, samples, ranks = asked.count(keys.MINI), asked.count(keys.N, 1), data_parallel_size(asked)
+    if mini * samples % ranks:
+        yield _error(
+            "mini_batch_not_divisible_by_ranks",
+            keys.MINI,
+            keys.N,
+            keys.GPUS,
+            keys.NODES,
+            keys.SP,
+            message=f"a mini-batch of {mini} prompts x {samples} samples = {mini * samples} sequences does not deal "
+            f"evenly to {ranks} data-parallel ranks. Set {keys.MINI} or {keys.N} so that their product is a "
+            f"multiple of {ranks}.",
+        )
+
+
+def _whole_groups_of_ranks(asked: Asked) -> Iterator[Problem]:
+    ranks = num_ranks(asked)
+    for code, key, what in (
+        ("world_not_divisible_by_sequence_parallel", keys.SP, "sequence-parallel groups"),
+        ("world_not_divisible_by_rollout_tp", keys.TP, "rollout engines"),
+    ):
+        size = asked.count(key, 1)
+        if ranks % size:
+            divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
+            yield _error(
+                code,
+                key,
+                keys.GPUS,
+                keys.NODES,
+                message=f"{ranks} ranks are not whole {what} of {key}={size}. Set it to one of {divisors}.",
+            )
+
+
+def _engine_can_be_split(asked: Asked) -> Iterator[Problem]:
+    engine, size = asked.text(keys.ENGINE, "builtin"), asked.count(keys.TP, 1)
+    if size > 1 and engine != "vllm":
+        yield _error(
+            "engine_without_tensor_parallel",
+            keys.TP,
+            keys.ENGINE,
+            message=f"{keys.TP}={size}, but the engine {engine} keeps a whole model on every rank. "
+            f"Set it to 1, or {keys.ENGINE}=vllm.",
+        )
+
+
+def uses_ref(asked: Asked) -> bool:
+    """True when a KL term needs the frozen reference model."""
+    return asked.flag(keys.KL_LOSS) or asked.flag(keys.KL_REWARD)
+
+
+def dynamic(asked: Asked) -> bool:
+    """True when tokens, not sequences, limit the actor's micro-batches; not said: unless a size is given."""
+    return asked.flag(keys.DYNAMIC, default=asked.optional_count(keys.MICRO) is None)
+
+
+def _a_limit_each(asked: Asked) -> Iterator[Problem]:
+    for is_dynamic, size, switch, budget in (
+        (dynamic(asked), keys.MICRO, keys.DYNAMIC, keys.TOKENS),
+        (asked.value(keys.LOG_PROB_DYNAMIC), keys.LOG_PROB, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB_TOKENS),
+        (asked.value(keys.REF_DYNAMIC), keys.REF, keys.REF_DYNAMIC, keys.REF_TOKENS),
+    ):
+        if is_dynamic is False and asked.optional_count(size) is None:
+            yield _error(
+                "micro_batch_size_missing",
+                size,
+                switch,
+                message=f"{size} is not set and {switch} is false: nothing says how many sequences share a "
+                f"forward pass. Set {size}, or {switch}=true with {budget}.",
+            )
+
+
+def _budgets_hold_the_longest(asked: Asked) -> Iterator[Problem]:
+    longest, sp = longest_sequence(asked), asked.count(keys.SP, 1)
+    for is_dynamic, key in (
+        (dynamic(asked), keys.TOKENS),
+        (_log_prob_dynamic(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB), keys.LOG_PROB_TOKENS),
+        (uses_ref(asked) and _log_prob_dynamic(asked, keys.REF_DYNAMIC, keys.REF), keys.REF_TOKENS),
+    ):
+        budget = asked.count(key, asked.count(keys.TOKENS, DEFAULT_TOKENS))
+        if is_dynamic and budget * sp < longest:
+            yield _error(
+                "token_budget_smaller_than_sequence",
+                key,
+                keys.PROMPT_TOKENS,
+                keys.RESPONSE_TOKENS,
+                message=f"{key}={budget} (times sequence-parallel size {sp}) does not hold the longest sequence, "
+                f"{keys.PROMPT_TOKENS} + {keys.RESPONSE_TOKENS} = {longest} tokens. Set it to at least "
+                f"{-(-longest // sp)}.",
+            )
+
+
+def _log_prob_dynamic(asked: Asked, switch: str, size: str) -> bool:
+    return asked.flag(switch, default=asked.optional_count(size) is None)
+
+
+RULES: tuple[Callable[[Asked], Iterator[Problem]], ...] = (
+    _whole_mini_batches,
+    _equal_ranks,
+    _whole_groups_of_ranks,
+    _engine_can_be_split,
+    _a_limit_each,
+    _budgets_hold_the_longest,
+)
+
+
+def problems(asked: Asked) -> list[Problem]:
+    """Every problem at once; rules that need a value which is not known say nothing."""
+    found: list[Problem] = []
+    for rule in RULES:
+        try:
+            found.extend(rule(asked))
+        except NotKnown:
+            continue
+    return found
+
+
+def _limits(asked: Asked, *, is_dynamic: bool, size: str, tokens: str) -> tuple[int | None, int | None]:
+    """Sequences and tokens of one micro-batch of a data-parallel rank; one of them is None."""
+    if not is_dynamic:
+        return asked.count(size), None
+    budget = asked.count(tokens, asked.count(keys.TOKENS, DEFAULT_TOKENS))
+    return None, budget * asked.count(keys.SP, 1)
+
+
+def step_plan(asked: Asked) -> StepPlan:
+    """The numbers of one step; raises :class:`NotKnown` where one cannot be known. Check ``problems`` first."""
+    ranks, parallel = num_ranks(asked), data_parallel_size(asked)
+    prompts, samples, mini = asked.count(keys.TRAIN), asked.count(keys.N, 1), asked.count(keys.MINI)
+    micro, micro_tokens = _limits(asked, is_dynamic=dynamic(asked), size=keys.MICRO, tokens=keys.TOKENS)
+    log_prob_is_dynamic = _log_prob_dynamic(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB)
+    log_prob = _limits(asked, is_dynamic=log_prob_is_dynamic, size=keys.LOG_PROB, tokens=keys.LOG_PROB_TOKENS)
+    ref_is_dynamic = _log_prob_dynamic(asked, keys.REF_DYNAMIC, keys.REF)
+    ref = _limits(asked, is_dynamic=ref_is_dynamic, size=keys.REF, tokens=keys.REF_TOKENS)
+    mini_per_rank = mini * samples // parallel
+    epochs = asked.count(keys.EPOCHS, 1)
+    return StepPlan(
+        num_ranks=ranks,
+        data_parallel_size=parallel,
+        sequence_parallel_size=asked.count(keys.SP, 1),
+        rollout_replicas=ranks // asked.count(keys.TP, 1),
+        prompts_per_step=prompts,
+        sequences_per_prompt=samples,
+        sequences_per_step=prompts * samples,
+        sequences_per_rank=prompts * samples // parallel,
+        max_sequence_tokens=longest_sequence(asked),
+        mini_batches_per_epoch=prompts // mini,
+        mini_batch_sequences=mini * samples,
+        mini_batch_sequences_per_rank=mini_per_rank,
+        micro_batch_sequences_per_rank=micro,
+        micro_batch_tokens_per_rank=micro_tokens,
+        gradient_accumulation_steps=None if micro is None else -(-mini_per_rank // micro),
+        log_prob_micro_batch_sequences_per_rank=log_prob[0],
+        log_prob_micro_batch_tokens_per_rank=log_prob[1],
+        ref_log_prob_micro_batch_sequences_per_rank=ref[0],
+        ref_log_prob_micro_batch_tokens_per_rank=ref[1],
+        ppo_epochs=epochs,
+        optimizer_steps_per_step=epochs * (prompts // mini),
+    )
