@@ -1,1 +1,1 @@
-"""What a run leaves behind: run folder, metrics, rollouts."""
+"""What a run leaves behind: run folder -> metrics, rollouts, checkpoints, loggers. Plain Python; no tensors."""
