@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 
-class ActorRolloutRefConfig(Section):
+class ActorRolloutRefConfig(Section, frozen=True, kw_only=True):
     """The model, its training (actor), its sampling (rollout) and its frozen copy (ref)."""
 
     model: ModelConfig = ModelConfig()
@@ -87,7 +87,7 @@ class ActorRolloutRefConfig(Section):
             self._resolve("ref", msgspec.structs.replace(self.ref, log_prob_max_token_len_per_gpu=budget))
 
 
-class TrainConfig(Section):
+class TrainConfig(Section, frozen=True, kw_only=True):
     """The whole configuration of a training run."""
 
     data: DataConfig

@@ -23,7 +23,7 @@ LossAggMode = Literal[
 KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """The model that is trained: a local Hugging Face folder."""
 
     path: Annotated[
@@ -59,7 +59,7 @@ class ModelConfig(Section):
             self._resolve("tokenizer_path", self.path)
 
 
-class OptimConfig(Section):
+class OptimConfig(Section, frozen=True, kw_only=True):
     """AdamW and its learning-rate schedule; the schedule counts steps of the loop, as in verl."""
 
     lr: Annotated[Positive, Meta(description="Peak learning rate of AdamW.")] = 1e-6
@@ -91,7 +91,7 @@ class OptimConfig(Section):
     ] = -1
 
 
-class MixedPrecisionConfig(Section):
+class MixedPrecisionConfig(Section, frozen=True, kw_only=True):
     """Number formats of FSDP2's mixed precision; null follows fsdp_config.dtype (reduce: float32)."""
 
     param_dtype: Annotated[
@@ -108,7 +108,7 @@ class MixedPrecisionConfig(Section):
                 self._resolve(name, LONG_DTYPES[value])
 
 
-class FsdpConfig(Section):
+class FsdpConfig(Section, frozen=True, kw_only=True):
     """How the model is sharded over ranks (PyTorch FSDP2), and its number formats."""
 
     fsdp_size: Annotated[
@@ -146,7 +146,7 @@ class FsdpConfig(Section):
         )
 
 
-class ActorConfig(Section):
+class ActorConfig(Section, frozen=True, kw_only=True):
     """The update: batch sizes, loss, optimizer, sharding."""
 
     ppo_mini_batch_size: Annotated[
@@ -227,7 +227,7 @@ class ActorConfig(Section):
             self._resolve("clip_ratio_high", self.clip_ratio)
 
 
-class RefFsdpConfig(Section):
+class RefFsdpConfig(Section, frozen=True, kw_only=True):
     """Sharding of the reference model; its number formats are the actor's."""
 
     param_offload: Annotated[
@@ -235,7 +235,7 @@ class RefFsdpConfig(Section):
     ] = False
 
 
-class RefConfig(Section):
+class RefConfig(Section, frozen=True, kw_only=True):
     """The frozen reference model; it exists only where a KL term needs it."""
 
     log_prob_micro_batch_size_per_gpu: Annotated[

@@ -7,7 +7,7 @@ from msgspec import Meta, field
 from trainfer.config.fields import Count, CountOrAll, Section, Seed, Text, Texts
 
 
-class DataConfig(Section):
+class DataConfig(Section, frozen=True, kw_only=True):
     """Which prompts are read, how many a step takes, and how long they may be."""
 
     train_files: Annotated[
@@ -66,7 +66,7 @@ class DataConfig(Section):
     apply_chat_template_kwargs: Annotated[
         dict[str, object],
         Meta(description="Named values handed to the chat template, e.g. {enable_thinking: false}."),
-    ] = field(default_factory=dict)
+    ] = field(default_factory=dict[str, object])
 
     def train_paths(self) -> tuple[str, ...]:
         """``train_files`` as a tuple."""

@@ -17,7 +17,7 @@ from trainfer.config.fields import (
 TopK = Annotated[int, Meta(ge=-1)]
 
 
-class ValKwargsConfig(Section):
+class ValKwargsConfig(Section, frozen=True, kw_only=True):
     """How validation samples."""
 
     n: Annotated[Count, Meta(description="Sequences sampled per validation prompt.")] = 1
@@ -33,7 +33,7 @@ class ValKwargsConfig(Section):
     ] = False
 
 
-class AgentConfig(Section):
+class AgentConfig(Section, frozen=True, kw_only=True):
     """verl's agent loop; trainfer has none, the key is accepted and changes nothing that is computed."""
 
     num_workers: Annotated[
@@ -44,7 +44,7 @@ class AgentConfig(Section):
     ] = 8
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Section, frozen=True, kw_only=True):
     """The engine that samples, and the distribution it samples from."""
 
     name: Annotated[

@@ -9,7 +9,7 @@ from trainfer.config.fields import Count, CountOrAll, CountOrZero, NonNegative, 
 LoggerName = Literal["console", "file", "tensorboard", "wandb", "trackio"]
 
 
-class KlCtrlConfig(Section):
+class KlCtrlConfig(Section, frozen=True, kw_only=True):
     """The weight of the KL penalty inside the reward."""
 
     type: Annotated[
@@ -24,7 +24,7 @@ class KlCtrlConfig(Section):
     )
 
 
-class RolloutCorrectionConfig(Section):
+class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):
     """What is done about a rollout policy that differs from the trained one."""
 
     rollout_is: Annotated[
@@ -60,7 +60,7 @@ class RolloutCorrectionConfig(Section):
     )
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """Advantages, KL in the reward, and rollout correction."""
 
     adv_estimator: Annotated[
@@ -80,7 +80,7 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
 
-class RewardConfig(Section):
+class RewardConfig(Section, frozen=True, kw_only=True):
     """Scoring responses; the scorer is chosen by each row's data_source."""
 
     num_workers: Annotated[
@@ -91,7 +91,7 @@ class RewardConfig(Section):
     ] = 8
 
 
-class TrainerConfig(Section):
+class TrainerConfig(Section, frozen=True, kw_only=True):
     """How long, where, and what is written when."""
 
     total_epochs: Annotated[Count, Meta(description="Passes over the training prompts.")] = 30
@@ -162,15 +162,15 @@ class TrainerConfig(Section):
             self._resolve("logger", (self.logger,))
 
 
-class RuntimeEnvConfig(Section):
+class RuntimeEnvConfig(Section, frozen=True, kw_only=True):
     """Environment of every Ray process."""
 
     env_vars: Annotated[
         dict[str, str], Meta(description="Environment variables set in every Ray process.")
-    ] = field(default_factory=dict)
+    ] = field(default_factory=dict[str, str])
 
 
-class RayInitConfig(Section):
+class RayInitConfig(Section, frozen=True, kw_only=True):
     """Arguments of ray.init."""
 
     num_cpus: Annotated[
@@ -182,7 +182,7 @@ class RayInitConfig(Section):
     runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
 
 
-class RayKwargsConfig(Section):
+class RayKwargsConfig(Section, frozen=True, kw_only=True):
     """Ray, used for several processes or nodes."""
 
     ray_init: RayInitConfig = RayInitConfig()

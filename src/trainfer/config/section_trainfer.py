@@ -7,7 +7,7 @@ from msgspec import Meta
 from trainfer.config.fields import Count, CountOrZero, NonNegative, Positive, Section, Seed, Text
 
 
-class ConsistencyConfig(Section):
+class ConsistencyConfig(Section, frozen=True, kw_only=True):
     """Which steps also capture activations of both sides; log-prob agreement is measured at every step."""
 
     steps: Annotated[
@@ -32,7 +32,7 @@ class ConsistencyConfig(Section):
     ] = None
 
 
-class WarmupConfig(Section):
+class WarmupConfig(Section, frozen=True, kw_only=True):
     """A tiny model made on the spot by a short supervised training on data.train_files; for the demo."""
 
     architecture: Annotated[
@@ -59,7 +59,7 @@ class WarmupConfig(Section):
     ] = None
 
 
-class BuiltinEngineConfig(Section):
+class BuiltinEngineConfig(Section, frozen=True, kw_only=True):
     """The builtin engine's paged key-value cache."""
 
     kv_block_tokens: Annotated[Count, Meta(description="Tokens per block of the cache.")] = 16
@@ -71,7 +71,7 @@ class BuiltinEngineConfig(Section):
     ] = None
 
 
-class TrainferConfig(Section):
+class TrainferConfig(Section, frozen=True, kw_only=True):
     """Keys of trainfer's own."""
 
     seed: Annotated[

@@ -1,0 +1,40 @@
+"""verl's keys and values that ``trainfer train`` does not honour, as data: pattern, what is harmless, why.
+
+Leaves out unknown keys, which are nobody's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unsupported:
+    """One entry. Example: ``critic.*`` with nothing harmless: "GRPO has no critic …"."""
+
+    pattern: str
+    """Dotted key; ``*`` stands for anything, dots included."""
+    sentence: str
+    harmless: Sequence[object] = ()
+    """Values that ask for nothing: accepted in silence, without effect."""
+    refused: Sequence[object] = ()
+    """Where given, only these values are refused; the schema checks the others."""
+
+    def matches(self, key: str) -> bool:
+        """True where the entry speaks of ``key``."""
+        return fnmatchcase(key, self.pattern)
+
+    def accepts(self, value: object) -> bool:
+        """True where ``value`` may stand."""
+        if self.refused:
+            return not any(_same(value, other) for other in self.refused)
+        return any(_same(value, other) for other in self.harmless)
+
+
+def _same(a: object, b: object) -> bool:
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+UNSUPPORTED: tuple[Unsupported, ...] = (
+    Unsupported(pattern="critic.*", sentence="GRPO has no critic; remove the section."),
+)
