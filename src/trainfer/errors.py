@@ -12,7 +12,9 @@
     ├── RunFolderError        the run folder cannot be used for this run
     ├── CheckpointError       a checkpoint that cannot be written or read
     ├── WeightSyncError       the rollout's weights are not the actor's
-    └── WorkerError           a worker process failed
+    ├── WorkerError           a worker process failed
+    ├── DumpError             a dump folder that cannot be written or read
+    └── CaptureError          a capture that cannot do what it was asked
 
 A message holds the offending value, the rule, and the remedy. Each error is built from
 its message alone, so that it survives pickling between Ray workers. Our own mistakes are
@@ -64,3 +66,11 @@ class WeightSyncError(TrainferError):
 
 class WorkerError(TrainferError):
     """A worker process failed."""
+
+
+class DumpError(TrainferError):
+    """A dump folder cannot be written or read."""
+
+
+class CaptureError(TrainferError):
+    """A capture cannot do what it was asked, or has seen nothing."""
