@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos, rollout_corr_helper
+from verl.utils import torch_functional as verl_torch
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.reward_score import default_compute_score, gsm8k
 
@@ -340,6 +341,26 @@ def rollout_correction() -> list[dict[str, object]]:
     return rows
 
 
+def truncation() -> list[dict[str, object]]:
+    rows = []
+    for name in ("left", "right", "middle"):
+        for length, limit in ((9, 4), (9, 5), (9, 1), (9, 9), (10, 9)):
+            ids = torch.arange(100, 100 + length).unsqueeze(0)
+            kept, _ = verl_torch.postprocess_data(
+                ids, torch.ones_like(ids), max_length=limit, pad_token_id=0, truncation=name
+            )
+            rows.append(
+                {
+                    "id": f"{name}/{length}-to-{limit}",
+                    "truncation": name,
+                    "max_length": limit,
+                    "token_ids": nested(ids[0]),
+                    "kept": nested(kept[0]),
+                }
+            )
+    return rows
+
+
 def gsm8k_rows() -> list[dict[str, object]]:
     return [
         {
@@ -372,6 +393,7 @@ def main() -> None:
             "entropy": entropy(),
             "debug_metrics": debug_metrics(),
             "rollout_correction": rollout_correction(),
+            "truncation": truncation(),
         },
     )
 
