@@ -1,5 +1,6 @@
 """The schema as a flat table: one ``Key`` for every dotted name, for checking, help and documentation."""
 
+import builtins
 import functools
 import types
 import typing
@@ -23,7 +24,7 @@ class Key:
     default: object
     """The written default, before keys that follow others are filled in; ``REQUIRED`` if there is none."""
     description: str
-    section: type[Section] | None = None
+    section: "builtins.type[Section] | None" = None
     """Set for an optional section such as ``trainfer.warmup``: its leaves are keys too."""
     is_open: bool = False
     """True for a mapping whose own keys are free."""

@@ -7,6 +7,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import yaml
@@ -14,7 +15,7 @@ import yaml
 from trainfer.config.interpolation import resolve
 from trainfer.config.keys import default_values, known_keys, sections
 from trainfer.config.overrides import Override, OverrideKind, parse_overrides
-from trainfer.config.problems import find_problems, find_unsupported, report
+from trainfer.config.problems import find_problems, is_unsupported, report
 from trainfer.config.schema import TrainConfig
 from trainfer.config.settings import DEFAULT, OVERRIDE, Setting, Settings, SettingsBuilder, flatten, nest
 from trainfer.config.yaml_file import read_yaml
@@ -77,11 +78,7 @@ def effective_yaml(loaded: LoadedConfig) -> str:
     """The configuration as YAML, each value with a comment naming its source; loads back to the same one."""
     lines = ["# The configuration of this run, with the source of every value."]
     previous: list[str] = []
-    keys = {
-        name: s
-        for name, s in loaded.settings.items()
-        if find_unsupported(name) is None or name in known_keys()
-    }
+    keys = {name: s for name, s in loaded.settings.items() if not is_unsupported(name)}
     for name in sorted(keys, key=_schema_order):
         *folders, leaf = name.split(".")
         shared = 0
@@ -100,8 +97,7 @@ def _convert(settings: Settings) -> TrainConfig:
     leaves = {
         name: setting.value
         for name, setting in settings.items()
-        if (find_unsupported(name) is None or name in known_keys())
-        and not (name in sections() and name not in known_keys())
+        if not is_unsupported(name) and (name in known_keys() or name not in sections())
     }
     try:
         return msgspec.convert(nest(leaves), TrainConfig)
@@ -115,7 +111,7 @@ def _with_final_values(settings: Settings, config: TrainConfig) -> Settings:
     merged: dict[str, Setting] = {}
     for name, value in final.items():
         given = settings.get(name)
-        value = list(value) if isinstance(value, tuple) else value
+        value = list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value
         merged[name] = Setting(value=value, source=DEFAULT) if given is None else replace(given, value=value)
     merged.update(
         {

@@ -14,7 +14,8 @@ import msgspec
 
 from trainfer.config.keys import REQUIRED, Key, known_keys, sections
 from trainfer.config.settings import DEFAULT, Setting
-from trainfer.config.unsupported import UNSUPPORTED, Unsupported
+from trainfer.config.unsupported import Unsupported
+from trainfer.config.unsupported_table import UNSUPPORTED
 
 MAX_SHOWN = 20
 _NEAR = 0.6
@@ -60,24 +61,28 @@ def report(problems: Sequence[Problem]) -> str:
 
 
 def _check(name: str, setting: Setting) -> Iterator[Problem]:
-    refusal = find_unsupported(name)
-    if refusal is not None:
-        if not refusal.accepts(setting.value):
+    key = known_keys().get(name)
+    if key is not None:
+        refusal = _refused_value(name, setting.value)
+        if refusal is None:
+            yield from _check_value(key, setting)
+        else:
             yield Problem(key=name, setting=setting, message=refusal.sentence)
-            return
-        if name not in known_keys():
-            return
-    if name in sections() and name not in known_keys():
+    elif name in sections():
         if setting.value not in ({}, None):
             yield Problem(
                 key=name, setting=setting, message="is a section: give the keys below it, not a value."
             )
-        return
-    key = known_keys().get(name)
-    if key is None:
-        yield from _check_below_or_unknown(name, setting)
+    elif is_unsupported(name):
+        yield from _check_unsupported(name, setting)
     else:
-        yield from _check_value(key, setting)
+        yield from _check_below_or_unknown(name, setting)
+
+
+def _check_unsupported(name: str, setting: Setting) -> Iterator[Problem]:
+    entry = next(entry for entry in UNSUPPORTED if not entry.refused and entry.matches(name))
+    if not entry.accepts(setting.value):
+        yield Problem(key=name, setting=setting, message=entry.sentence)
 
 
 def _check_below_or_unknown(name: str, setting: Setting) -> Iterator[Problem]:
@@ -135,9 +140,15 @@ def _missing(settings: Mapping[str, Setting]) -> Iterator[Problem]:
         )
 
 
-def find_unsupported(name: str) -> Unsupported | None:
-    """The first entry of the table that fits a dotted key."""
-    return next((entry for entry in UNSUPPORTED if entry.matches(name)), None)
+def is_unsupported(name: str) -> bool:
+    """True for a key of verl's that training does not honour."""
+    if name in known_keys() or any(parent in known_keys() for parent in _parents(name)):
+        return False
+    return any(not entry.refused and entry.matches(name) for entry in UNSUPPORTED)
+
+
+def _refused_value(name: str, value: object) -> Unsupported | None:
+    return next((e for e in UNSUPPORTED if e.refused and e.matches(name) and not e.accepts(value)), None)
 
 
 def _unknown(name: str) -> str:
@@ -153,10 +164,7 @@ def nearest_key(name: str) -> str | None:
     for candidate in (*known_keys(), *sections()):
         whole = difflib.SequenceMatcher(None, name, candidate)
         last = difflib.SequenceMatcher(None, leaf, candidate.rsplit(".", 1)[-1])
-        score = max(
-            *(whole.ratio() if whole.real_quick_ratio() > best_score else 0.0,),
-            0.9 * last.ratio() + 0.1 * whole.quick_ratio() if last.real_quick_ratio() > best_score else 0.0,
-        )
+        score = max(whole.ratio(), 0.9 * last.ratio() + 0.1 * whole.ratio())
         if score > best_score:
             best, best_score = candidate, score
     return best

@@ -197,6 +197,12 @@ class ActorConfig(Section, frozen=True, kw_only=True):
             description="How token losses become one number; always over the whole mini-batch of all ranks."
         ),
     ] = "token-mean"
+    loss_scale_factor: Annotated[
+        Count | None,
+        Meta(
+            description="Divisor of each sequence's sum in seq-mean-token-sum-norm. null: data.max_response_length."
+        ),
+    ] = None
     entropy_coeff: Annotated[float, Meta(description="Weight of the entropy bonus in the loss. 0: none.")] = (
         0.0
     )

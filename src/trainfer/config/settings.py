@@ -72,7 +72,7 @@ class SettingsBuilder:
             self._put_leaf(leaf_key, leaf, source)
 
     def _put_leaf(self, key: str, value: object, source: str) -> None:
-        if value == {} and isinstance(value, dict) and any(k.startswith(f"{key}.") for k in self._settings):
+        if value == {} and any(k.startswith(f"{key}.") for k in self._settings):
             return  # merging an empty mapping into a filled one changes nothing
         losers: list[Setting] = []
         if key in self._settings:
@@ -120,7 +120,7 @@ def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     Raises ConfigError where a key is not text.
     """
     if not isinstance(value, dict) or not value:
-        yield prefix, cast(object, value)
+        yield prefix, cast("object", value)
         return
     for name, child in cast(dict[object, object], value).items():
         if not isinstance(name, str) or not name:

@@ -1,6 +1,6 @@
-"""verl's keys and values that ``trainfer train`` does not honour, as data: pattern, what is harmless, why.
+"""What an entry of the table of verl's keys that training does not honour looks like, and the table's look-up.
 
-Leaves out unknown keys, which are nobody's.
+The entries are in ``unsupported_table``. Leaves out unknown keys, which are nobody's.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,11 @@ class Unsupported:
     pattern: str
     """Dotted key; ``*`` stands for anything, dots included."""
     sentence: str
+    """Why, and what to use instead."""
     harmless: Sequence[object] = ()
     """Values that ask for nothing: accepted in silence, without effect."""
     refused: Sequence[object] = ()
-    """Where given, only these values are refused; the schema checks the others."""
+    """Where given, only these values are refused, and the schema checks the others."""
 
     def matches(self, key: str) -> bool:
         """True where the entry speaks of ``key``."""
@@ -32,9 +33,5 @@ class Unsupported:
 
 
 def _same(a: object, b: object) -> bool:
+    """Equal, where true is not 1."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
-
-
-UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported(pattern="critic.*", sentence="GRPO has no critic; remove the section."),
-)
