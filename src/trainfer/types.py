@@ -134,8 +134,9 @@ class TrainingSequence:
     token_ids: tuple[int, ...]
     prompt_length: int
     temperature: float
-    old_logprobs: tuple[float, ...]
-    """Log-probs of the policy at the start of the step (or the rollout's, in bypass mode)."""
+    old_logprobs: tuple[float, ...] | None
+    """Log-probs of the policy at the start of the step (or the rollout's, in bypass mode). None: those of the
+    update's own forward, which are the same where the step has a single optimizer step."""
     ref_logprobs: tuple[float, ...] | None
     advantages: tuple[float, ...]
     loss_mask: tuple[bool, ...]

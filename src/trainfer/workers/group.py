@@ -28,6 +28,8 @@ class UpdateReport:
     skipped_steps: int
     """Optimizer steps left out because a gradient was not finite."""
     weights_version: int
+    scores: tuple[TokenScores, ...] | None = None
+    """Of the policy at the start of the update, where the sequences came without ``old_logprobs``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,91 @@
+"""Training sequences as tensors: one micro-batch, aligned token by token.
+
+Takes ``TrainingSequence`` records and each one's token weight; gives the packed ids and flat
+``[S]`` tensors. It decides no grouping: see ``plan.packing``.
+
+Axes: S scored rows (response tokens, sequence after sequence).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from trainfer.exact.packed import PackedBatch, pack
+from trainfer.train.update.aggregate import MiniBatchTotals
+from trainfer.types import TrainingSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiniBatch:
+    """This rank's part of one optimizer step.
+
+    Example: rank 0 of 2 holds 4 of 8 sequences; ``totals`` counts all 8.
+    """
+
+    sequences: tuple[TrainingSequence, ...]
+    totals: MiniBatchTotals
+    """Over all ranks."""
+
+    @classmethod
+    def whole(cls, sequences: Sequence[TrainingSequence]) -> "MiniBatch":
+        """A mini-batch that lies on one rank."""
+        totals = MiniBatchTotals(
+            tokens=sum(sum(sequence.loss_mask) for sequence in sequences), sequences=len(sequences)
+        )
+        return cls(sequences=tuple(sequences), totals=totals)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """Tensors of the sequences of one forward and backward."""
+
+    packed: PackedBatch
+    temperatures_S: Tensor
+    advantages_S: Tensor
+    mask_S: Tensor
+    token_weights_S: Tensor
+    old_logprobs_S: Tensor | None
+    """None: the log-probs of this very forward, detached (see ``trainer.py``)."""
+    ref_logprobs_S: Tensor | None
+    rollout_weights_S: Tensor | None
+
+
+def micro_batch(
+    sequences: Sequence[TrainingSequence], token_weights: Sequence[float], *, device: torch.device | str
+) -> MicroBatch:
+    """Pack sequences; ``token_weights`` has one factor per sequence (see ``aggregate.py``)."""
+    packed = pack(
+        [sequence.token_ids for sequence in sequences],
+        [sequence.prompt_length for sequence in sequences],
+        device=device,
+    )
+    repeats = torch.tensor(packed.response_lengths)
+
+    def per_sequence(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32).repeat_interleave(repeats).to(device)
+
+    def per_token(field: Callable[[TrainingSequence], Iterable[float] | None]) -> Tensor | None:
+        rows = [row for row in map(field, sequences) if row is not None]
+        assert len(rows) in (0, len(sequences)), "either every sequence of an update has a field or none"
+        return (
+            torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32, device=device)
+            if rows
+            else None
+        )
+
+    advantages = per_token(lambda sequence: sequence.advantages)
+    assert advantages is not None
+    mask = list(chain.from_iterable(sequence.loss_mask for sequence in sequences))
+    return MicroBatch(
+        packed=packed,
+        temperatures_S=per_sequence([sequence.temperature for sequence in sequences]),
+        advantages_S=advantages,
+        mask_S=torch.tensor(mask, dtype=torch.bool, device=device),
+        token_weights_S=per_sequence(token_weights),
+        old_logprobs_S=per_token(lambda sequence: sequence.old_logprobs),
+        ref_logprobs_S=per_token(lambda sequence: sequence.ref_logprobs),
+        rollout_weights_S=per_token(lambda sequence: sequence.rollout_weights),
+    )
