@@ -15,7 +15,7 @@ import yaml
 from trainfer.config.interpolation import resolve
 from trainfer.config.keys import default_values, known_keys, sections
 from trainfer.config.overrides import Override, OverrideKind, parse_overrides
-from trainfer.config.problems import find_problems, is_unsupported, report
+from trainfer.config.problems import find_entry, find_problems, report
 from trainfer.config.schema import TrainConfig
 from trainfer.config.settings import DEFAULT, OVERRIDE, Setting, Settings, SettingsBuilder, flatten, nest
 from trainfer.config.yaml_file import read_yaml
@@ -78,7 +78,7 @@ def effective_yaml(loaded: LoadedConfig) -> str:
     """The configuration as YAML, each value with a comment naming its source; loads back to the same one."""
     lines = ["# The configuration of this run, with the source of every value."]
     previous: list[str] = []
-    keys = {name: s for name, s in loaded.settings.items() if not is_unsupported(name)}
+    keys = {name: s for name, s in loaded.settings.items() if find_entry(name) is None}
     for name in sorted(keys, key=_schema_order):
         *folders, leaf = name.split(".")
         shared = 0
@@ -97,7 +97,7 @@ def _convert(settings: Settings) -> TrainConfig:
     leaves = {
         name: setting.value
         for name, setting in settings.items()
-        if not is_unsupported(name) and (name in known_keys() or name not in sections())
+        if find_entry(name) is None and (name in known_keys() or name not in sections())
     }
     try:
         return msgspec.convert(nest(leaves), TrainConfig)

@@ -73,16 +73,12 @@ def _check(name: str, setting: Setting) -> Iterator[Problem]:
             yield Problem(
                 key=name, setting=setting, message="is a section: give the keys below it, not a value."
             )
-    elif is_unsupported(name):
-        yield from _check_unsupported(name, setting)
     else:
-        yield from _check_below_or_unknown(name, setting)
-
-
-def _check_unsupported(name: str, setting: Setting) -> Iterator[Problem]:
-    entry = next(entry for entry in UNSUPPORTED if not entry.refused and entry.matches(name))
-    if not entry.accepts(setting.value):
-        yield Problem(key=name, setting=setting, message=entry.sentence)
+        entry = find_entry(name)
+        if entry is None:
+            yield from _check_below_or_unknown(name, setting)
+        elif not entry.accepts(setting.value):
+            yield Problem(key=name, setting=setting, message=entry.sentence)
 
 
 def _check_below_or_unknown(name: str, setting: Setting) -> Iterator[Problem]:
@@ -140,11 +136,11 @@ def _missing(settings: Mapping[str, Setting]) -> Iterator[Problem]:
         )
 
 
-def is_unsupported(name: str) -> bool:
-    """True for a key of verl's that training does not honour."""
+def find_entry(name: str) -> Unsupported | None:
+    """The entry for a key of verl's that training does not honour; None for every other key."""
     if name in known_keys() or any(parent in known_keys() for parent in _parents(name)):
-        return False
-    return any(not entry.refused and entry.matches(name) for entry in UNSUPPORTED)
+        return None
+    return next((entry for entry in UNSUPPORTED if not entry.refused and entry.matches(name)), None)
 
 
 def _refused_value(name: str, value: object) -> Unsupported | None:

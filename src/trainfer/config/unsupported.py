@@ -35,3 +35,14 @@ class Unsupported:
 def _same(a: object, b: object) -> bool:
     """Equal, where true is not 1."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+OFF: tuple[object, ...] = (None, False, 0, "", {})
+"""What asks for nothing, for most keys."""
+
+
+def entry(
+    pattern: str, sentence: str, harmless: Sequence[object] = (), refused: Sequence[object] = ()
+) -> Unsupported:
+    """An entry, by position: the table reads as a table."""
+    return Unsupported(pattern=pattern, sentence=sentence, harmless=harmless, refused=refused)
