@@ -28,8 +28,9 @@ class UpdateReport:
     skipped_steps: int
     """Optimizer steps left out because a gradient was not finite."""
     weights_version: int
-    scores: tuple[TokenScores, ...] | None = None
-    """Of the policy at the start of the update, where the sequences came without ``old_logprobs``."""
+    scores: tuple[TokenScores | None, ...]
+    """Per sequence, under the policy at the start of the update, no filter applied; None for sequences outside
+    the first mini-batch, which that policy did not see in the update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

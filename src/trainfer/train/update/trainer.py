@@ -9,8 +9,9 @@ mini-batch's totals: micro-batch size, order and packing move nothing but roundi
 
 Old log-probs. A sequence whose ``old_logprobs`` is None takes the log-probs of its own forward,
 detached: exactly the policy at the start of the step, if no optimizer step lies between, which is the
-case with one mini-batch and one epoch. The ratio is then exactly 1, a separate scoring pass is saved, and
-``UpdateResult.scores`` holds those log-probs for the agreement check (verl 0.6.1's on-policy shortcut).
+case with one mini-batch and one epoch. The ratio is then exactly 1 and a separate scoring pass is saved
+(verl 0.6.1's on-policy shortcut). ``UpdateResult.first_scores`` holds the log-probs of the first
+mini-batch's forward, made before any weight moved, for the agreement check: no pass is made for it.
 """
 
 import math
@@ -77,9 +78,9 @@ class UpdateResult:
     """One update."""
 
     steps: tuple[StepStatistics, ...]
-    scores: tuple[TokenScores, ...] | None
-    """Log-probs of the policy at the start of the update, in the order of the only mini-batch's
-    sequences, where these came without ``old_logprobs``."""
+    first_scores: tuple[TokenScores, ...]
+    """Log-probs of the policy at the start of the update, in the order of the first mini-batch's sequences.
+    No filter is applied: ``sampled_logprobs`` equals ``logprobs``."""
 
 
 class Trainer:
@@ -121,15 +122,16 @@ class Trainer:
 
     def update(self, mini_batches: Sequence[MiniBatch]) -> UpdateResult:
         """One optimizer step per mini-batch, in order; then the schedule moves on by one."""
-        on_policy = mini_batches[0].sequences[0].old_logprobs is None
-        assert not on_policy or len(mini_batches) == 1, "a second optimizer step needs stored old log-probs"
+        stored = all(s.old_logprobs is not None for batch in mini_batches for s in batch.sequences)
+        assert stored or len(mini_batches) == 1, "a second optimizer step needs stored old log-probs"
         learning_rate = self.settings.learning_rate.at(self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         steps: list[StepStatistics] = []
-        scores: list[TokenScores] = []
-        for mini_batch in mini_batches:
+        first_scores: tuple[TokenScores, ...] = ()
+        for number, mini_batch in enumerate(mini_batches):
             sums, scores = self.forward_backward(mini_batch)
+            first_scores = tuple(scores) if number == 0 else first_scores
             grad_norm, skipped = self._optimizer_step()
             steps.append(
                 _step_statistics(
@@ -141,7 +143,7 @@ class Trainer:
                 )
             )
         self.updates += 1
-        return UpdateResult(steps=tuple(steps), scores=tuple(scores) if on_policy else None)
+        return UpdateResult(steps=tuple(steps), first_scores=first_scores)
 
     def forward_backward(self, mini_batch: MiniBatch) -> tuple[Tensor, list[TokenScores]]:
         """Add the mini-batch's gradient to ``.grad`` of the master parameters.

@@ -1,0 +1,96 @@
+"""The configuration and the plan as the records that workers take. Plain numbers, no model.
+
+Takes ``TrainConfig`` and ``StepPlan``; gives settings of the update, limits of forwards and sampling
+parameters. Combinations that cannot be honoured have been refused before (``checks.py``).
+"""
+
+from trainfer.config.schema import OptimConfig, TrainConfig
+from trainfer.plan.records import StepPlan
+from trainfer.train.update.aggregate import LossAggregation
+from trainfer.train.update.kl import KlEstimator
+from trainfer.train.update.logprob import ForwardLimit
+from trainfer.train.update.loss import LossSettings
+from trainfer.train.update.schedule import LearningRate
+from trainfer.train.update.trainer import TrainerSettings
+from trainfer.types import SamplingParams
+
+
+def trainer_settings(config: TrainConfig, plan: StepPlan, *, total_steps: int) -> TrainerSettings:
+    """Constants of the update; ``total_steps`` is the length of the run, which the cosine spans."""
+    actor = config.actor_rollout_ref.actor
+    assert actor.clip_ratio_low is not None, "the schema fills it in"
+    assert actor.clip_ratio_high is not None, "the schema fills it in"
+    return TrainerSettings(
+        loss=LossSettings(
+            clip_ratio_low=actor.clip_ratio_low,
+            clip_ratio_high=actor.clip_ratio_high,
+            clip_ratio_c=actor.clip_ratio_c,
+            entropy_coeff=actor.entropy_coeff,
+            kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+            kl_estimator=KlEstimator.of(actor.kl_loss_type),
+        ),
+        aggregation=LossAggregation(actor.loss_agg_mode),
+        horizon=config.data.max_response_length,
+        limit=ForwardLimit(
+            sequences=plan.micro_batch_sequences_per_rank, tokens=plan.micro_batch_tokens_per_rank
+        ),
+        learning_rate=learning_rate(actor.optim, total_steps=total_steps),
+        betas=actor.optim.betas,
+        weight_decay=actor.optim.weight_decay,
+        grad_clip=actor.grad_clip,
+    )
+
+
+def learning_rate(optim: OptimConfig, *, total_steps: int) -> LearningRate:
+    """The schedule; -1 in the configuration stands for the run's own length, or for the warm-up's share of it."""
+    span = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * span)
+    return LearningRate(
+        peak=optim.lr,
+        warmup_updates=warmup,
+        cosine=optim.lr_scheduler_type == "cosine",
+        total_updates=span,
+        min_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+    )
+
+
+def old_log_prob_limit(plan: StepPlan) -> ForwardLimit:
+    """Of one forward of the old-log-prob pass."""
+    return ForwardLimit(
+        sequences=plan.log_prob_micro_batch_sequences_per_rank,
+        tokens=plan.log_prob_micro_batch_tokens_per_rank,
+    )
+
+
+def ref_log_prob_limit(plan: StepPlan) -> ForwardLimit:
+    """Of one forward of the ref pass."""
+    return ForwardLimit(
+        sequences=plan.ref_log_prob_micro_batch_sequences_per_rank,
+        tokens=plan.ref_log_prob_micro_batch_tokens_per_rank,
+    )
+
+
+def training_sampling(config: TrainConfig, *, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """What training sequences are drawn from."""
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_new_tokens=config.data.max_response_length,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def validation_sampling(config: TrainConfig, *, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """What validation sequences are drawn from: greedy unless ``do_sample``."""
+    validation = config.actor_rollout_ref.rollout.val_kwargs
+    return SamplingParams(
+        max_new_tokens=config.data.max_response_length,
+        temperature=validation.temperature if validation.do_sample else 0.0,
+        top_k=validation.top_k if validation.do_sample else -1,
+        top_p=validation.top_p if validation.do_sample else 1.0,
+        stop_token_ids=stop_token_ids,
+    )
