@@ -85,7 +85,7 @@ def save_training_state(
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _quiet_single_process():
+        with quiet_single_process():
             save_tensors(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
         save_rng_state(folder, rank)
         if rank == 0:
@@ -98,7 +98,7 @@ def save_training_state(
             }
             (folder / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     except CheckpointException as error:
-        raise CheckpointError(f"cannot write tensors to {folder}: {_first_cause(error)}") from error
+        raise CheckpointError(f"cannot write tensors to {folder}: {first_cause(error)}") from error
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}") from error
 
@@ -130,10 +130,10 @@ def load_training_state(
             groups=state.optimizer_groups,
         )
     try:
-        with _quiet_single_process(), torch.no_grad():
+        with quiet_single_process(), torch.no_grad():
             load_tensors(dict(targets), storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        raise CheckpointError(f"Cannot read tensors from {folder}: {_first_cause(error)}") from error
+        raise CheckpointError(f"Cannot read tensors from {folder}: {first_cause(error)}") from error
     rank = dist.get_rank() if dist.is_initialized() else 0
     return LoadedState(counters=state.counters, rng_restored=load_rng_state(folder, rank))
 
@@ -178,13 +178,14 @@ def _spread(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return mapping
 
 
-def _first_cause(error: CheckpointException) -> str:
+def first_cause(error: CheckpointException) -> str:
+    """What went wrong on the first rank that failed."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
 @contextmanager
-def _quiet_single_process() -> Iterator[None]:
+def quiet_single_process() -> Iterator[None]:
     """Torch warns on each single-process save and load that there is one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")

@@ -48,6 +48,11 @@ class StoredTensor:
             f"A tensor entry of the checkpoint is damaged: {str(entry)[:100]}. Use an older one."
         )
 
+    @property
+    def num_values(self) -> int:
+        """Product of the shape; 1 for a scalar."""
+        return math.prod(self.shape)
+
     def to_json(self) -> dict[str, object]:
         """E.g. ``{"shape": [4, 2], "dtype": "torch.float32"}``."""
         return {"shape": list(self.shape), "dtype": str(self.dtype)}

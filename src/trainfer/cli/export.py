@@ -1,0 +1,110 @@
+"""``trainfer export CHECKPOINT OUT``: a checkpoint becomes a folder that Transformers and vLLM load.
+
+Takes a run folder (its newest whole checkpoint) or one ``global_step_N``; gives a new folder, whole or not at
+all. An existing folder is touched only with ``--overwrite``, and then only the files of the model in it.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import click
+
+from trainfer.errors import CheckpointError
+from trainfer.train.journal.checkpoints import CheckpointStore, list_checkpoints, why_damaged
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@click.command("export")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--dtype", type=click.Choice(DTYPES), help="Cast the weights. Default: the stored bits.")
+@click.option("--overwrite", is_flag=True, help="Replace the model in an existing folder OUT.")
+def command(checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bool) -> None:
+    """Write CHECKPOINT as a Hugging Face folder OUT.
+
+    CHECKPOINT is RUN/checkpoints/global_step_N, or RUN for its newest whole checkpoint.
+    """
+    source = find_checkpoint(checkpoint)
+    size = export_checkpoint(source, out, dtype=dtype, overwrite=overwrite)
+    click.echo(f"{source} -> {out}: {size / 1e6:,.1f} MB of weights.")
+    click.echo(f"Load it: AutoModelForCausalLM.from_pretrained({json.dumps(str(out))})")
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that ``path`` means, every file of it verified.
+
+    Raises:
+        CheckpointError: there is none, or the one that was named is damaged.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder. Give RUN/checkpoints/global_step_N, or RUN for its newest checkpoint."
+        )
+    if path.name.startswith("global_step_"):
+        reason = why_damaged(path)
+        if reason is not None:
+            raise CheckpointError(f"{path} is damaged: {reason}. {_others(path)}")
+        return path
+    store = path if path.name == "checkpoints" else path / "checkpoints"
+    found = CheckpointStore(store, keep=None).newest()
+    if found is None:
+        raise CheckpointError(
+            f"{path} holds no whole checkpoint. One is written every trainer.save_freq steps and at the end."
+        )
+    return found.folder
+
+
+def export_checkpoint(checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bool) -> int:
+    """Write ``checkpoint`` to ``out``; returns the bytes of its weights.
+
+    Raises:
+        CheckpointError: ``out`` is in use, or something cannot be read or written.
+    """
+    _check_out(out, overwrite=overwrite)
+    import torch
+
+    from trainfer.train.update.checkpoint_export import write_model_folder
+
+    dtypes = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise CheckpointError(f"Cannot write beside {out}: {error.strerror}. Name another folder.") from error
+    try:
+        size = write_model_folder(
+            checkpoint, temporary, dtype=None if dtype is None else getattr(torch, dtype)
+        )
+        _publish(temporary, out)
+    except OSError as error:
+        raise CheckpointError(f"Cannot write {out}: {error}. Name another folder.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return size
+
+
+def _check_out(out: Path, *, overwrite: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise CheckpointError(f"{out} is an existing file. Name another folder.")
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise CheckpointError(f"{out} exists and is not empty. Name another folder or give --overwrite.")
+
+
+def _publish(temporary: Path, out: Path) -> None:
+    """Weights go first and come last: a model that is half replaced must not load."""
+    temporary.chmod(0o755)
+    if not out.exists() or not any(out.iterdir()):
+        temporary.rename(out)
+        return
+    for stale in [*out.glob("model*.safetensors"), *out.glob("model.safetensors.index.json")]:
+        stale.unlink()
+    for path in sorted(temporary.iterdir(), key=lambda path: path.name.startswith("model")):
+        path.replace(out / path.name)
+
+
+def _others(path: Path) -> str:
+    others = [folder.name for _, folder in list_checkpoints(path.parent) if folder != path]
+    return f"Others there: {', '.join(others[-5:])}." if others else "There is no other one beside it."

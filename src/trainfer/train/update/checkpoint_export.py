@@ -1,0 +1,200 @@
+"""A training checkpoint as a folder that Transformers and vLLM load: config, tokenizer, safetensors.
+
+Takes the folder that ``save_training_state`` wrote and the model's own small files; gives ``model*.safetensors``
+with the stored bits (or cast, when a dtype is asked for), at most one output file in memory at a time. Reads
+shards of any number of ranks; loads no pickle and no Transformers. A tied head is stored once, as it was.
+Leaves out which checkpoint (``cli.export``) and whether the folder may be written.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+
+from trainfer.errors import CheckpointError
+from trainfer.train.update.checkpoint import STATE_FILE, first_cause, quiet_single_process, read_state
+from trainfer.train.update.checkpoint_names import MODEL_PREFIX
+from trainfer.train.update.checkpoint_tensors import StoredTensor, check_tensors, stored_tensors
+
+MODEL_FILES_FOLDER = "huggingface"
+"""Beside the training state in every checkpoint: config and tokenizer of the model, as in verl's checkpoints."""
+MAX_EXPORT_FILE_BYTES = 4 * 2**30
+
+_MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*",
+    "chat_template*",
+    "preprocessor_config.json",
+)
+"""Small files that describe a model; weights and Python code are not among them."""
+_MAX_MODEL_FILE_BYTES = 200_000_000
+
+
+def copy_model_files(model_folder: Path, checkpoint: Path) -> None:
+    """Copy config and tokenizer of the model that is trained into ``checkpoint/huggingface``.
+
+    Raises:
+        CheckpointError: there is no ``config.json``, or a file cannot be copied.
+    """
+    target = checkpoint / MODEL_FILES_FOLDER
+    sources = {
+        path.name: path for pattern in _MODEL_FILES for path in model_folder.glob(pattern) if path.is_file()
+    }
+    if "config.json" not in sources:
+        raise CheckpointError(
+            f"{model_folder} holds no config.json: the checkpoint could not be exported later."
+        )
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, path in sorted(sources.items()):
+            if path.stat().st_size <= _MAX_MODEL_FILE_BYTES:
+                shutil.copyfile(path, target / name)
+    except OSError as error:
+        raise CheckpointError(f"cannot copy {model_folder} to {target}: {error}") from error
+
+
+def find_training_state(checkpoint: Path) -> Path:
+    """The folder below ``checkpoint`` that ``save_training_state`` wrote.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for folder in (checkpoint / "actor", checkpoint):
+        if (folder / STATE_FILE).is_file():
+            return folder
+    raise CheckpointError(f"{checkpoint} holds no {STATE_FILE}: it is not a checkpoint of trainfer.")
+
+
+def write_model_folder(checkpoint: Path, out: Path, *, dtype: torch.dtype | None) -> int:
+    """Write config, tokenizer and weights into the existing empty folder ``out``; returns bytes of weights.
+
+    ``dtype`` None keeps the stored bits; floating tensors are cast otherwise.
+
+    Raises:
+        CheckpointError: something is missing or damaged, or ``out`` cannot be written.
+    """
+    folder = find_training_state(checkpoint)
+    stored = {
+        name: entry for name, entry in read_state(folder).tensors.items() if name.startswith(MODEL_PREFIX)
+    }
+    check_tensors(
+        stored,
+        {
+            name: entry
+            for name, entry in stored_tensors(HuggingFaceStorageReader(str(folder)), folder).items()
+            if name.startswith(MODEL_PREFIX)
+        },
+        where=f"the files of {folder}",
+    )
+    kept = dtype or _main_dtype(stored)
+    try:
+        for path in sorted(_model_files_of(checkpoint).iterdir()):
+            shutil.copyfile(path, out / path.name)
+        _set_config_dtype(out / "config.json", kept)
+        return _write_weights(folder, out, stored, dtype)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot write {out}: {error}. Free space there or name another folder."
+        ) from error
+
+
+def _model_files_of(checkpoint: Path) -> Path:
+    folder = checkpoint / MODEL_FILES_FOLDER
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder / 'config.json'} is missing, so no model can be built from {checkpoint}. Copy config.json and "
+            "the tokenizer files of the base model there."
+        )
+    return folder
+
+
+def _main_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
+    """Floating dtype of most values."""
+    counts: dict[torch.dtype, int] = {}
+    for entry in stored.values():
+        if entry.dtype.is_floating_point:
+            counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.num_values
+    if not counts:
+        raise CheckpointError("The checkpoint holds no floating-point tensor of a model.")
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Transformers casts to the config's dtype when it loads: it must be that of the file."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path.name} of the checkpoint is damaged: {error}. Copy it from the base model."
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path.name} of the checkpoint is not a mapping. Copy it from the base model.")
+    name = str(dtype).removeprefix("torch.")
+    config["dtype"] = name
+    if "torch_dtype" in config:  # the name of the same key in older folders
+        config["torch_dtype"] = name
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_weights(
+    folder: Path, out: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype | None
+) -> int:
+    files = _split(stored, dtype)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(files, start=1):
+        name = (
+            "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        )
+        tensors = {
+            full.removeprefix(MODEL_PREFIX): value
+            if dtype is None or not value.is_floating_point()
+            else value.to(dtype)
+            for full, value in _read(folder, {full: stored[full] for full in names}).items()
+        }
+        save_file(tensors, out / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return total
+
+
+def _split(stored: Mapping[str, StoredTensor], dtype: torch.dtype | None) -> list[list[str]]:
+    """Names in the order of the model, cut where a file would grow over the limit."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, entry in stored.items():
+        kept = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
+        size = entry.num_values * kept.itemsize
+        if files[-1] and filled + size > MAX_EXPORT_FILE_BYTES:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files
+
+
+def _read(folder: Path, wanted: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in wanted.items()}
+    try:
+        with quiet_single_process():
+            load_tensors(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"Cannot read tensors from {folder}: {first_cause(error)}") from error
+    return tensors
