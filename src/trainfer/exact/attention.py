@@ -239,7 +239,7 @@ def decode_attention(
         key_BGLK: Cached keys from position 0; finite also where masked.
         value_BGLK: Likewise.
         form: The layer's form; its window must be in the mask already.
-        mask_BL: True where a key is seen.
+        mask_BL: Added to the scores: 0 where a key is seen, -inf elsewhere; the query's dtype.
 
     Returns:
         ``[B, H, K]``.
@@ -257,7 +257,10 @@ def decode_attention(
 def masked_attention(
     query_nHLK: Tensor, key_nGLK: Tensor, value_nGLK: Tensor, form: AttentionForm, mask: Tensor | None
 ) -> Tensor:
-    """Scaled dot-product attention; ``mask`` None is causal. Soft-capped scores take plain matrix products."""
+    """Scaled dot-product attention; ``mask`` is bool, additive, or None for causal.
+
+    Soft-capped scores take plain matrix products.
+    """
     if form.softcap is not None:
         assert mask is not None
         return _softcapped(query_nHLK, key_nGLK, value_nGLK, form, mask)
@@ -282,6 +285,6 @@ def _softcapped(
     value = value_nGLK.repeat_interleave(repeats, dim=1)
     scores = torch.matmul(query_nHLK, key.transpose(2, 3)) * form.scale
     scores = torch.tanh(scores / form.softcap) * form.softcap
-    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query_nHLK.dtype)
     return torch.matmul(F.dropout(weights, form.dropout), value)

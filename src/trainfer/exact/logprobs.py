@@ -36,6 +36,8 @@ class RowSampling:
     """float32."""
     filters: bool
     """True when some row is filtered."""
+    greedy: bool
+    """True when some row has temperature 0."""
 
 
 def row_sampling(
@@ -53,6 +55,7 @@ def row_sampling(
         top_ps_S=column([item.top_p for item in params], torch.float64),
         min_ps_S=column([item.min_p for item in params], torch.float32),
         filters=any(item.filters and item.temperature > 0 for item in params),
+        greedy=any(item.temperature == 0 for item in params),
     )
 
 

@@ -154,7 +154,7 @@ def _assemble(
     lengths = [len(ids) for ids in sequences]
     starts = _starts(lengths)
     num_dummies = -sum(lengths) % ROW_MULTIPLE
-    ids = [token for sequence in sequences for token in sequence] + [0] * num_dummies
+    ids = [token for sequence in sequences for token in sequence] + [sequences[0][0]] * num_dummies
     positions = [torch.arange(length) for length in (*lengths, num_dummies)]
     rows = [start + row for start, rows in zip(starts, scored, strict=True) for row in rows]
     surplus = [rows[-1] if rows else 0] * (-len(rows) % ROW_MULTIPLE if rows else ROW_MULTIPLE)

@@ -84,7 +84,8 @@ def load_model(
     model, info = loaded
     assert isinstance(model, PreTrainedModel)
     _check_weight_names(path, info)
-    return model.to(device).eval()
+    nn.Module.to(model, device)
+    return model.eval()
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:

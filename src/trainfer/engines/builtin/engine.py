@@ -1,0 +1,148 @@
+"""The builtin rollout engine: the Transformers module itself, with continuous batching and a paged cache.
+
+Takes a built causal LM whose attention is ``exact.attention``; implements ``train.rollout.engine.Engine``.
+Prefill is the packed forward of the trainer, decode one row a slot in the same row axis; both go through the
+model's own forward, so trainer and engine share one definition of the model. Loads nothing by name, never
+tokenises.
+
+Axes: T rows, B slots, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainfer.engines.builtin.call import GenerateCall
+from trainfer.engines.builtin.kv_cache import PagedCache
+from trainfer.engines.builtin.scheduler import PrefillStep, Scheduler
+from trainfer.engines.limits import EngineLimits
+from trainfer.engines.module_weights import copy_weights, fingerprints
+from trainfer.engines.requests import check_requests
+from trainfer.errors import EngineError
+from trainfer.types import Completion, GenerationRequest
+
+
+class ModelConfig(Protocol):
+    """What the engine reads from a model's config."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+
+def _config_of(model: nn.Module) -> ModelConfig:
+    config = vars(model).get("config")
+    if config is None:
+        raise EngineError(
+            f"{type(model).__name__} has no config; the builtin engine needs a causal LM of Transformers"
+        )
+    return config
+
+
+class BuiltinEngine:
+    """See the module docstring.
+
+    Args:
+        model: A causal LM of Transformers with trainfer's attention. The engine computes with this very
+            module: ``load_weights`` writes into it.
+        limits: See ``EngineLimits``.
+        weights_version: Optimizer steps behind the module's weights.
+    """
+
+    def __init__(self, model: nn.Module, *, limits: EngineLimits, weights_version: int = 0) -> None:
+        self._model = model
+        self._config = _config_of(model)
+        self._device = next(model.parameters()).device
+        self._limits = limits
+        self._weights_version = weights_version
+        self._is_complete = True
+        self._cache: PagedCache | None = None
+        self.num_preemptions = 0
+        """Of the last call."""
+
+    @property
+    def weights_version(self) -> int:
+        """Number of optimizer steps behind the weights."""
+        return self._weights_version
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Replace all weights in place and drop the cache.
+
+        Raises:
+            WeightSyncError: Unknown, missing or mis-shaped names; the engine then refuses to sample until a
+                whole set has arrived.
+        """
+        self._is_complete = False
+        self._cache = None
+        copy_weights(self._model, named_tensors)
+        self._is_complete = True
+        self._weights_version = version
+
+    def weight_fingerprints(self) -> Mapping[str, str]:
+        """Fingerprints of all parameters and buffers, tied names included."""
+        return fingerprints(self._model)
+
+    def close(self) -> None:
+        """Free the cache."""
+        self._cache = None
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_tokens: Callable[[int], None] | None = None
+    ) -> list[Completion]:
+        """Sample every request; see ``Engine``.
+
+        Raises:
+            EngineError: A request cannot be sampled (nothing was computed then), the last ``load_weights``
+                failed, or the model gives logits that are not numbers.
+        """
+        if not self._is_complete:
+            raise EngineError(
+                "the engine holds a partial set of weights, because the last load_weights failed; send them again"
+            )
+        check_requests(
+            requests,
+            vocab_size=self._config.vocab_size,
+            max_positions=self._config.max_position_embeddings,
+            cache_tokens=self._limits.cache_tokens,
+        )
+        if not requests:
+            return []
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                return self._run(requests, on_tokens)
+        finally:
+            self._model.train(was_training)
+
+    def _run(
+        self, requests: Sequence[GenerationRequest], on_tokens: Callable[[int], None] | None
+    ) -> list[Completion]:
+        num_blocks = self._num_blocks(requests)
+        if self._cache is None or self._cache.num_blocks < num_blocks:
+            self._cache = PagedCache(num_blocks, self._limits.block_size)
+        scheduler = Scheduler([request.prompt_ids for request in requests], self._limits, num_blocks)
+        call = GenerateCall(self._model, self._device, self._cache, requests, self._limits.max_num_seqs)
+        while not scheduler.is_done:
+            step = scheduler.next_step()
+            finished = call.prefill(step) if isinstance(step, PrefillStep) else call.decode(step)
+            for sequence in finished:
+                scheduler.finish(sequence)
+            call.forget_passes(scheduler.live_keys)
+            if on_tokens is not None:
+                on_tokens(len(step.sequences))
+        self.num_preemptions = scheduler.num_preemptions
+        return [call.completion(index, self._weights_version) for index in range(len(requests))]
+
+    def _num_blocks(self, requests: Sequence[GenerationRequest]) -> int:
+        size = self._limits.block_size
+        if self._limits.cache_tokens is not None:
+            return max(1, self._limits.cache_tokens // size)
+        needs = sorted(
+            (-(-(len(r.prompt_ids) + r.sampling.max_new_tokens) // size) for r in requests), reverse=True
+        )
+        prompts = {request.prompt_ids for request in requests}
+        return (
+            sum(needs[: self._limits.max_num_seqs]) + sum(-(-len(prompt) // size) for prompt in prompts) + 1
+        )
