@@ -73,13 +73,13 @@ def help_key(name: str, *, width: int = 100) -> str:
 
     Raises ConfigError for a name that is neither, with the nearest key or the reason why it is not honoured.
     """
-    if name in known_keys():
-        return "\n".join(_paragraph(known_keys()[name], width=width, full=True))
+    lines = _paragraph(known_keys()[name], width=width, full=True) if name in known_keys() else []
     if name in sections():
-        below = [key for key in known_keys().values() if key.name.startswith(f"{name}.")]
-        lines = [f"{name}: {sections()[name]}"]
-        for key in below:
-            lines += _paragraph(key, width=width, full=True)
+        lines.append(f"{name}: {sections()[name]}")
+        for key in known_keys().values():
+            if key.name.startswith(f"{name}."):
+                lines += _paragraph(key, width=width, full=True)
+    if lines:
         return "\n".join(lines)
     entry = find_entry(name)
     if entry is not None:

@@ -66,8 +66,8 @@ def _resolve_in_order(root: DictConfig, pending: dict[str, Setting]) -> dict[str
     while pending:
         before = len(pending)
         for key, setting in list(pending.items()):
-            OmegaConf.update(root, key, setting.value, force_add=True)
             try:
+                OmegaConf.update(root, key, setting.value, force_add=True)
                 value = _value_at(root, key)
             except InterpolationToMissingValueError:
                 OmegaConf.update(root, key, _MISSING, force_add=True)

@@ -102,7 +102,7 @@ def _refuse_groups_and_sweeps(parsed: HydraOverride, shown: str) -> None:
 
 
 def _reason(text: str, error: Exception) -> str:
-    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    first_line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     if "=" not in text:
         return "expected key=value, +key=value, ++key=value or ~key."
     return (

@@ -116,7 +116,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
             description="GPUs per node, one rank each; on CPU the number of worker processes. Default 1 (verl: 8)."
         ),
     ] = 1
-    nnodes: Annotated[Count, Meta(description="Nodes.")] = 1
+    nnodes: Annotated[
+        Count, Meta(description="Machines that take part, each with n_gpus_per_node ranks.")
+    ] = 1
     save_freq: Annotated[
         CountOrAll,
         Meta(description="Steps between checkpoints; the last step always saves. -1: only the last."),

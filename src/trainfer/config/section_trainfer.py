@@ -41,7 +41,7 @@ class WarmupConfig(Section, frozen=True, kw_only=True):
     ] = "qwen3"
     hidden_size: Annotated[Count, Meta(description="Width of the residual stream.")] = 64
     intermediate_size: Annotated[Count, Meta(description="Width inside the feed-forward layer.")] = 128
-    num_layers: Annotated[Count, Meta(description="Decoder layers.")] = 2
+    num_layers: Annotated[Count, Meta(description="Decoder layers of the model.")] = 2
     num_heads: Annotated[Count, Meta(description="Query heads per layer.")] = 4
     num_kv_heads: Annotated[Count, Meta(description="Key-value heads per layer; divides num_heads.")] = 2
     vocabulary: Annotated[

@@ -65,7 +65,8 @@ ACTOR_AND_REF = (
     ),
     entry("*.freeze_vision_tower", "vision models are not honoured.", (False,)),
     entry("*.use_fused_kernels", "fused loss kernels are not honoured.", (False,)),
-    entry("actor_rollout_ref.ref.model.*", "the reference model is a frozen copy of the actor's start.", OFF),
+    entry("actor_rollout_ref.ref.rollout_n", f"follows {_ROLLOUT}.n; set that."),
+    entry("actor_rollout_ref.ref.model*", "the reference model is a frozen copy of the actor's start.", OFF),
 )
 
 MODEL_KEYS = (

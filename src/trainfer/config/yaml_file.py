@@ -67,8 +67,8 @@ def read_yaml(path: Path) -> list[YamlLeaf]:
     not UTF-8, not YAML, not a mapping, nested or expanded too far, or that gives a key twice.
     """
     text = _read_text(path)
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             raise ConfigError(
@@ -88,8 +88,6 @@ def read_yaml(path: Path) -> list[YamlLeaf]:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}.") from error
     except RecursionError:
         raise ConfigError(f"{path}: nested more than {MAX_DEPTH} levels deep.") from None
-    finally:
-        loader.dispose()
 
 
 def _read_text(path: Path) -> str:
