@@ -10,6 +10,7 @@ import click
 
 from trainfer.config.document import help_key, help_text
 from trainfer.config.load import load_config
+from trainfer.plan.step import plan_step
 
 
 class ExplainedCommand(click.Command):
@@ -45,5 +46,6 @@ def command(config: Path, overrides: tuple[str, ...]) -> int:
     OVERRIDES change single keys: KEY=VALUE, +KEY=VALUE, ~KEY (Hydra's grammar). The same command started again
     goes on from the newest checkpoint of the run folder.
     """
-    load_config(config, overrides)
+    loaded = load_config(config, overrides)
+    plan_step(loaded.config)
     return 0
