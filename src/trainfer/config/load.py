@@ -4,13 +4,12 @@
 ``effective_yaml`` writes the result down so that it loads back to the same configuration.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import msgspec
-import yaml
 
 from trainfer.config.interpolation import resolve
 from trainfer.config.keys import default_values, known_keys, sections
@@ -18,8 +17,10 @@ from trainfer.config.overrides import Override, OverrideKind, parse_overrides
 from trainfer.config.problems import find_entry, find_problems, report
 from trainfer.config.schema import TrainConfig
 from trainfer.config.settings import DEFAULT, OVERRIDE, Setting, Settings, SettingsBuilder, flatten, nest
-from trainfer.config.yaml_file import read_yaml
+from trainfer.config.yaml_file import read_yaml, yaml_line
 from trainfer.errors import ConfigError
+
+MAX_COMMENT = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,14 +80,14 @@ def effective_yaml(loaded: LoadedConfig) -> str:
     lines = ["# The configuration of this run, with the source of every value."]
     previous: list[str] = []
     keys = {name: s for name, s in loaded.settings.items() if find_entry(name) is None}
-    for name in sorted(keys, key=_schema_order):
+    for name in _in_schema_order(keys):
         *folders, leaf = name.split(".")
         shared = 0
         while shared < min(len(folders), len(previous)) and folders[shared] == previous[shared]:
             shared += 1
-        lines += [f"{'  ' * depth}{_scalar(folders[depth])}:" for depth in range(shared, len(folders))]
+        lines += [f"{'  ' * depth}{yaml_line(folders[depth])}:" for depth in range(shared, len(folders))]
         lines.append(
-            f"{'  ' * len(folders)}{_scalar(leaf)}: {_scalar(keys[name].value)}  # {_comment(keys[name])}"
+            f"{'  ' * len(folders)}{yaml_line(leaf)}: {yaml_line(keys[name].value)}  # {_comment(keys[name])}"
         )
         previous = folders
     return "\n".join(lines) + "\n"
@@ -123,21 +124,19 @@ def _with_final_values(settings: Settings, config: TrainConfig) -> Settings:
     return Settings(merged)
 
 
-def _schema_order(name: str) -> tuple[int, str]:
+def _in_schema_order(names: Iterable[str]) -> list[str]:
     order = {known: number for number, known in enumerate(known_keys())}
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:length])
-        if prefix in order:
-            return order[prefix], name
-    return len(order), name
 
+    def place(name: str) -> tuple[int, str]:
+        key = name
+        while key not in order and "." in key:
+            key = key.rsplit(".", 1)[0]
+        return order.get(key, len(order)), name
 
-def _scalar(value: object) -> str:
-    """One value in one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=2**31, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return sorted(names, key=place)
 
 
 def _comment(setting: Setting) -> str:
-    return " ".join(setting.describe().split())
+    """On one line, printable, and not without end."""
+    words = " ".join(setting.describe().split())
+    return "".join(c if c.isprintable() else "?" for c in words)[:MAX_COMMENT]

@@ -100,9 +100,13 @@ def _check_below_or_unknown(name: str, setting: Setting) -> Iterator[Problem]:
 
 def _check_value(key: Key, setting: Setting, *, value: object = REQUIRED) -> Iterator[Problem]:
     value = setting.value if value is REQUIRED else value
-    if not _is_finite(value):
-        yield Problem(key=key.name, setting=setting, message="must be finite: no nan, no inf.")
-        return
+    for leaf in _scalars(value):
+        if isinstance(leaf, float) and not math.isfinite(leaf):
+            yield Problem(key=key.name, setting=setting, message="must be finite: no nan, no inf.")
+            return
+        if isinstance(leaf, str) and not _is_utf8(leaf):
+            yield Problem(key=key.name, setting=setting, message="holds bytes that are not UTF-8 text.")
+            return
     try:
         msgspec.convert(value, key.type)
     except msgspec.ValidationError as error:
@@ -110,14 +114,21 @@ def _check_value(key: Key, setting: Setting, *, value: object = REQUIRED) -> Ite
         yield Problem(key=key.name, setting=setting, message=f"must be {key.rule}{detail}. {key.description}")
 
 
-def _is_finite(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
+def _scalars(value: object) -> Iterator[object]:
     if isinstance(value, list):
-        return all(_is_finite(item) for item in cast(list[object], value))
-    if isinstance(value, dict):
-        return all(_is_finite(item) for item in cast(dict[object, object], value).values())
-    return True
+        for item in cast("list[object]", value):
+            yield from _scalars(item)
+    elif isinstance(value, dict):
+        for name, item in cast("dict[object, object]", value).items():
+            yield name
+            yield from _scalars(item)
+    else:
+        yield value
+
+
+def _is_utf8(text: str) -> bool:
+    """False for what the operating system hands over undecoded."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _missing(settings: Mapping[str, Setting]) -> Iterator[Problem]:

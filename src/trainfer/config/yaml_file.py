@@ -1,4 +1,4 @@
-"""Reads one YAML file into leaves with their lines; bounded, and nothing is executed.
+"""Reads one YAML file into leaves with their lines, bounded and without executing anything; writes single values.
 
 Takes a path; gives ``YamlLeaf``s in file order. PyYAML's safe loader does the syntax. Numbers such as
 ``1e-6`` are floats and dates are text, as OmegaConf (and so verl) reads them. Leaves out interpolations
@@ -57,7 +57,18 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around text that ``_Loader`` would read as a number."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def yaml_line(value: object) -> str:
+    """A value on one line of YAML, such that ``read_yaml`` (and PyYAML's safe loader) reads it back."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=2**31, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def read_yaml(path: Path) -> list[YamlLeaf]:

@@ -2,6 +2,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from trainfer.config.load import effective_yaml, load_config
 from trainfer.config.settings import Setting
@@ -209,3 +212,26 @@ def test_a_comment_cannot_break_out_of_its_line(write):
 def test_the_same_file_from_another_folder_keeps_its_relative_name(minimal, monkeypatch):
     monkeypatch.chdir(minimal.parent)
     assert load_config(Path("run.yaml"), []).settings["data.train_files"].source == "run.yaml:2"
+
+
+@hypothesis_settings(deadline=None, max_examples=150)
+@given(
+    text=st.text(min_size=1, max_size=12)
+    | st.sampled_from(["1e-3", "on", "null", "~", "2024-01-01", "0x1", ".5", "1_0"])
+)
+def test_any_text_comes_back_from_the_effective_yaml(tmp_path_factory, text):
+    quoted = "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    path = tmp_path_factory.getbasetemp() / "text.yaml"
+    try:
+        loaded = load_config(None, [*MINIMAL, f"trainer.project_name={quoted}"])
+    except ConfigError:  # not in Hydra's grammar, or an interpolation
+        return
+    path.write_text(effective_yaml(loaded), encoding="utf-8")
+    assert load_config(path, []).config == loaded.config
+
+
+def test_undecodable_bytes_are_refused_and_do_not_reach_the_file(minimal, tmp_path):
+    assert "not UTF-8 text" in message(minimal, ["trainer.project_name='a\udcff'"])
+    strange = tmp_path / "a\udcff\n#.yaml"
+    strange.write_bytes(minimal.read_bytes())
+    effective_yaml(load_config(strange, [])).encode()
