@@ -6,7 +6,7 @@ without a value, text where a number belongs) raises :class:`NotKnown` where it 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from trainfer.plan.records import Value
@@ -25,6 +25,11 @@ class Asked:
     values: Mapping[str, Value]
     unknown: frozenset[str] = field(default_factory=frozenset[str])
     """Keys that were set to something which cannot be known statically."""
+    given: frozenset[str] = field(default_factory=frozenset[str])
+    """Keys that a file, a script or an override sets; the others hold defaults."""
+    attention_heads: int | None = None
+    """Query heads of the model; None where its ``config.json`` is not at hand."""
+    key_value_heads: int | None = None
 
     def value(self, key: str) -> Value:
         """The value as it stands; null where absent."""
@@ -79,7 +84,26 @@ class Asked:
 
     def with_values(self, changes: Mapping[str, Value]) -> "Asked":
         """The same with some values replaced."""
-        return Asked(values={**self.values, **changes}, unknown=self.unknown - set(changes))
+        return replace(
+            self,
+            values={**self.values, **changes},
+            unknown=self.unknown.difference(changes),
+            given=self.given.union(changes),
+        )
+
+    def named(self, key: str) -> str:
+        """``key=value``, marked where the value is only the default."""
+        mark = "" if key in self.given else " (the default)"
+        return f"{key}={shown(self.value(key))}{mark}"
+
+
+def shown(value: Value) -> str:
+    """A value as it is written in YAML and in overrides."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
 
 
 def known(read: Callable[[], T]) -> T | None:

@@ -31,6 +31,75 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A number that the lengths of the sequences decide: at least ``min``, at most ``max``."""
+
+    min: int
+    max: int
+
+
+Number = int | Span | None
+"""None where a value that it needs is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Derived:
+    """What the sizes become, under one rule set. Units are in the names; ranks are data-parallel ranks.
+
+    Example: 60 prompts x 12 samples on 6 GPUs are 720 sequences, 120 a rank; in micro-batches of 8 that
+    is 15 forwards and backwards for 1 optimizer step.
+    """
+
+    num_gpus: Number
+    data_parallel_size: Number
+    prompts_per_step: Number
+    sequences_per_step: Number
+    """Real sequences, without padding."""
+    sequences_per_rank: Number
+    """With the padding that the rule set adds."""
+    rollout_replicas: Number
+    sequences_per_replica: Number
+    mini_batch_sequences_per_rank: Number
+    mini_batches_per_epoch: Number
+    micro_batch_sequences_per_rank: Number
+    gradient_accumulation_steps: Number
+    """Micro-batches of one (whole) mini-batch on one rank."""
+    optimizer_steps_per_step: Number
+    """All epochs."""
+    log_prob_forwards_per_rank: Number
+    ref_log_prob_forwards_per_rank: Number
+    """0 where no reference model is used."""
+    padding_sequences: Number
+    """Synthetic sequences that the rule set adds to a step, all ranks."""
+    learning_rate_steps_per_step: Number
+    validation_sequences_per_prompt: Number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """One line of msProbe's shape-alignment checklist."""
+
+    name: str
+    keys: tuple[str, ...]
+    value: Value
+    required: Value
+    ok: bool
+    remark: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alignment:
+    """msProbe's checklist; trainfer's own capture needs none of it."""
+
+    conditions: tuple[Condition, ...]
+
+    @property
+    def ready(self) -> bool:
+        """True when every condition holds."""
+        return all(condition.ok for condition in self.conditions)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """The integers of one training step under trainfer's own rules.
 
@@ -66,3 +135,37 @@ class StepPlan:
     ref_log_prob_micro_batch_tokens_per_rank: int | None
     ppo_epochs: int
     optimizer_steps_per_step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueRow:
+    """One configuration value as the plan shows it."""
+
+    value: object
+    source: str
+    """``FILE:LINE``, ``override`` or ``default``."""
+    beaten: tuple[str, ...] = ()
+    """What it replaced, as ``60 (run.sh:7)``, latest first."""
+    unknown: str | None = None
+    """Why the value cannot be known, where it cannot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Everything that ``trainfer plan`` says about one input."""
+
+    rules: str
+    system: str
+    """What the rule set stands for, with its release."""
+    reason: str
+    """Why this rule set was taken."""
+    values: Mapping[str, ValueRow]
+    derived: Derived
+    problems: tuple[Problem, ...]
+    alignment: Alignment
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """False exactly when some problem is an error."""
+        return not any(problem.severity == "error" for problem in self.problems)

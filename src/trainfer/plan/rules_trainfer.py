@@ -11,25 +11,16 @@ from collections.abc import Callable, Iterator
 
 from trainfer.plan import keys
 from trainfer.plan.asked import Asked, NotKnown
-from trainfer.plan.records import Problem, StepPlan
-
-DEFAULT_TOKENS = 16384
-"""verl's default of ``actor.ppo_max_token_len_per_gpu``."""
-
-
-def num_ranks(asked: Asked) -> int:
-    """Worker processes of the run."""
-    return asked.count(keys.GPUS, 1) * asked.count(keys.NODES, 1)
-
-
-def data_parallel_size(asked: Asked) -> int:
-    """Ranks that hold different sequences; the ranks of a sequence-parallel group hold the same."""
-    return max(1, num_ranks(asked) // asked.count(keys.SP, 1))
-
-
-def longest_sequence(asked: Asked) -> int:
-    """Tokens of the longest prompt and response together."""
-    return asked.count(keys.PROMPT_TOKENS) + asked.count(keys.RESPONSE_TOKENS)
+from trainfer.plan.numbers_trainfer import (
+    DEFAULT_TOKENS,
+    data_parallel_size,
+    dynamic,
+    log_prob_dynamic,
+    longest_sequence,
+    num_ranks,
+    uses_ref,
+)
+from trainfer.plan.records import Problem
 
 
 def _error(code: str, *names: str, message: str) -> Problem:
@@ -103,16 +94,6 @@ def _engine_can_be_split(asked: Asked) -> Iterator[Problem]:
         )
 
 
-def uses_ref(asked: Asked) -> bool:
-    """True when a KL term needs the frozen reference model."""
-    return asked.flag(keys.KL_LOSS) or asked.flag(keys.KL_REWARD)
-
-
-def dynamic(asked: Asked) -> bool:
-    """True when tokens, not sequences, limit the actor's micro-batches; not said: unless a size is given."""
-    return asked.flag(keys.DYNAMIC, default=asked.optional_count(keys.MICRO) is None)
-
-
 def _a_limit_each(asked: Asked) -> Iterator[Problem]:
     for is_dynamic, size, switch, budget in (
         (dynamic(asked), keys.MICRO, keys.DYNAMIC, keys.TOKENS),
@@ -133,8 +114,8 @@ def _budgets_hold_the_longest(asked: Asked) -> Iterator[Problem]:
     longest, sp = longest_sequence(asked), asked.count(keys.SP, 1)
     for is_dynamic, key in (
         (dynamic(asked), keys.TOKENS),
-        (_log_prob_dynamic(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB), keys.LOG_PROB_TOKENS),
-        (uses_ref(asked) and _log_prob_dynamic(asked, keys.REF_DYNAMIC, keys.REF), keys.REF_TOKENS),
+        (log_prob_dynamic(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB), keys.LOG_PROB_TOKENS),
+        (uses_ref(asked) and log_prob_dynamic(asked, keys.REF_DYNAMIC, keys.REF), keys.REF_TOKENS),
     ):
         budget = asked.count(key, asked.count(keys.TOKENS, DEFAULT_TOKENS))
         if is_dynamic and budget * sp < longest:
@@ -147,10 +128,6 @@ def _budgets_hold_the_longest(asked: Asked) -> Iterator[Problem]:
                 f"{keys.PROMPT_TOKENS} + {keys.RESPONSE_TOKENS} = {longest} tokens. Set it to at least "
                 f"{-(-longest // sp)}.",
             )
-
-
-def _log_prob_dynamic(asked: Asked, switch: str, size: str) -> bool:
-    return asked.flag(switch, default=asked.optional_count(size) is None)
 
 
 RULES: tuple[Callable[[Asked], Iterator[Problem]], ...] = (
@@ -172,47 +149,3 @@ def problems(asked: Asked) -> list[Problem]:
         except NotKnown:
             continue
     return found
-
-
-def _limits(asked: Asked, *, is_dynamic: bool, size: str, tokens: str) -> tuple[int | None, int | None]:
-    """Sequences and tokens of one micro-batch of a data-parallel rank; one of them is None."""
-    if not is_dynamic:
-        return asked.count(size), None
-    budget = asked.count(tokens, asked.count(keys.TOKENS, DEFAULT_TOKENS))
-    return None, budget * asked.count(keys.SP, 1)
-
-
-def step_plan(asked: Asked) -> StepPlan:
-    """The numbers of one step; raises :class:`NotKnown` where one cannot be known. Check ``problems`` first."""
-    ranks, parallel = num_ranks(asked), data_parallel_size(asked)
-    prompts, samples, mini = asked.count(keys.TRAIN), asked.count(keys.N, 1), asked.count(keys.MINI)
-    micro, micro_tokens = _limits(asked, is_dynamic=dynamic(asked), size=keys.MICRO, tokens=keys.TOKENS)
-    log_prob_is_dynamic = _log_prob_dynamic(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB)
-    log_prob = _limits(asked, is_dynamic=log_prob_is_dynamic, size=keys.LOG_PROB, tokens=keys.LOG_PROB_TOKENS)
-    ref_is_dynamic = _log_prob_dynamic(asked, keys.REF_DYNAMIC, keys.REF)
-    ref = _limits(asked, is_dynamic=ref_is_dynamic, size=keys.REF, tokens=keys.REF_TOKENS)
-    mini_per_rank = mini * samples // parallel
-    epochs = asked.count(keys.EPOCHS, 1)
-    return StepPlan(
-        num_ranks=ranks,
-        data_parallel_size=parallel,
-        sequence_parallel_size=asked.count(keys.SP, 1),
-        rollout_replicas=ranks // asked.count(keys.TP, 1),
-        prompts_per_step=prompts,
-        sequences_per_prompt=samples,
-        sequences_per_step=prompts * samples,
-        sequences_per_rank=prompts * samples // parallel,
-        max_sequence_tokens=longest_sequence(asked),
-        mini_batches_per_epoch=prompts // mini,
-        mini_batch_sequences=mini * samples,
-        mini_batch_sequences_per_rank=mini_per_rank,
-        micro_batch_sequences_per_rank=micro,
-        micro_batch_tokens_per_rank=micro_tokens,
-        gradient_accumulation_steps=None if micro is None else -(-mini_per_rank // micro),
-        log_prob_micro_batch_sequences_per_rank=log_prob[0],
-        log_prob_micro_batch_tokens_per_rank=log_prob[1],
-        ref_log_prob_micro_batch_sequences_per_rank=ref[0],
-        ref_log_prob_micro_batch_tokens_per_rank=ref[1],
-        ppo_epochs=epochs,
-        optimizer_steps_per_step=epochs * (prompts // mini),
-    )

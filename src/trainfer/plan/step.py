@@ -7,7 +7,7 @@ import msgspec
 
 from trainfer.config.schema import TrainConfig
 from trainfer.errors import PlanError
-from trainfer.plan import rules_trainfer
+from trainfer.plan import numbers_trainfer, rules_trainfer
 from trainfer.plan.asked import Asked
 from trainfer.plan.records import Problem, StepPlan, Value
 
@@ -22,7 +22,7 @@ def plan_step(config: TrainConfig) -> StepPlan:
     problems = [problem for problem in rules_trainfer.problems(asked) if problem.severity == "error"]
     if problems:
         raise PlanError(describe(problems))
-    return rules_trainfer.step_plan(asked)
+    return numbers_trainfer.step_plan(asked)
 
 
 def describe(problems: list[Problem]) -> str:

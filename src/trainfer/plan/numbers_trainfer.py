@@ -1,0 +1,176 @@
+"""What trainfer makes of the sizes: the numbers, without judging them. See ``rules_trainfer`` for the rules."""
+
+from collections.abc import Iterator
+
+from trainfer.plan import keys
+from trainfer.plan.asked import Asked, known
+from trainfer.plan.records import Derived, Number, StepPlan
+from trainfer.plan.verl_sizes import between, ceil_div, full_micro_batches
+
+DEFAULT_TOKENS = 16384
+"""verl's default of ``actor.ppo_max_token_len_per_gpu``."""
+
+
+def num_ranks(asked: Asked) -> int:
+    """Worker processes of the run."""
+    return asked.count(keys.GPUS, 1) * asked.count(keys.NODES, 1)
+
+
+def data_parallel_size(asked: Asked) -> int:
+    """Ranks that hold different sequences; the ranks of a sequence-parallel group hold the same."""
+    return max(1, num_ranks(asked) // asked.count(keys.SP, 1))
+
+
+def longest_sequence(asked: Asked) -> int:
+    """Tokens of the longest prompt and response together."""
+    return asked.count(keys.PROMPT_TOKENS) + asked.count(keys.RESPONSE_TOKENS)
+
+
+def uses_ref(asked: Asked) -> bool:
+    """True when a KL term needs the frozen reference model."""
+    return asked.flag(keys.KL_LOSS) or asked.flag(keys.KL_REWARD)
+
+
+def dynamic(asked: Asked) -> bool:
+    """True when tokens, not sequences, limit the actor's micro-batches; not said: unless a size is given."""
+    return asked.flag(keys.DYNAMIC, default=asked.optional_count(keys.MICRO) is None)
+
+
+def log_prob_dynamic(asked: Asked, switch: str, size: str) -> bool:
+    """The same for a log-prob pass, given its switch and the key of its size."""
+    return asked.flag(switch, default=asked.optional_count(size) is None)
+
+
+def _limits(asked: Asked, *, is_dynamic: bool, size: str, tokens: str) -> tuple[int | None, int | None]:
+    """Sequences and tokens of one micro-batch of a data-parallel rank; one of them is None."""
+    if not is_dynamic:
+        return asked.count(size), None
+    budget = asked.count(tokens, asked.count(keys.TOKENS, DEFAULT_TOKENS))
+    return None, budget * asked.count(keys.SP, 1)
+
+
+def step_plan(asked: Asked) -> StepPlan:
+    """The numbers of one step; raises :class:`NotKnown` where one cannot be known. Check ``problems`` first."""
+    ranks, parallel = num_ranks(asked), data_parallel_size(asked)
+    prompts, samples, mini = asked.count(keys.TRAIN), asked.count(keys.N, 1), asked.count(keys.MINI)
+    micro, micro_tokens = _limits(asked, is_dynamic=dynamic(asked), size=keys.MICRO, tokens=keys.TOKENS)
+    log_prob_is_dynamic = log_prob_dynamic(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB)
+    log_prob = _limits(asked, is_dynamic=log_prob_is_dynamic, size=keys.LOG_PROB, tokens=keys.LOG_PROB_TOKENS)
+    ref_is_dynamic = log_prob_dynamic(asked, keys.REF_DYNAMIC, keys.REF)
+    ref = _limits(asked, is_dynamic=ref_is_dynamic, size=keys.REF, tokens=keys.REF_TOKENS)
+    mini_per_rank = mini * samples // parallel
+    epochs = asked.count(keys.EPOCHS, 1)
+    return StepPlan(
+        num_ranks=ranks,
+        data_parallel_size=parallel,
+        sequence_parallel_size=asked.count(keys.SP, 1),
+        rollout_replicas=ranks // asked.count(keys.TP, 1),
+        prompts_per_step=prompts,
+        sequences_per_prompt=samples,
+        sequences_per_step=prompts * samples,
+        sequences_per_rank=prompts * samples // parallel,
+        max_sequence_tokens=longest_sequence(asked),
+        mini_batches_per_epoch=prompts // mini,
+        mini_batch_sequences=mini * samples,
+        mini_batch_sequences_per_rank=mini_per_rank,
+        micro_batch_sequences_per_rank=micro,
+        micro_batch_tokens_per_rank=micro_tokens,
+        gradient_accumulation_steps=None if micro is None else -(-mini_per_rank // micro),
+        log_prob_micro_batch_sequences_per_rank=log_prob[0],
+        log_prob_micro_batch_tokens_per_rank=log_prob[1],
+        ref_log_prob_micro_batch_sequences_per_rank=ref[0],
+        ref_log_prob_micro_batch_tokens_per_rank=ref[1],
+        ppo_epochs=epochs,
+        optimizer_steps_per_step=epochs * (prompts // mini),
+    )
+
+
+def _micro_batches(rows: int, limits: tuple[int | None, int | None], width: int) -> Number:
+    """Micro-batches of ``rows`` sequences under a limit of sequences or of tokens."""
+    size, tokens = limits
+    if size is not None:
+        return ceil_div(rows, size)
+    if tokens is None or not rows:
+        return None
+    return between(ceil_div(2 * rows, tokens), min(rows, full_micro_batches(rows, tokens, width)))
+
+
+def _rows(asked: Asked) -> int:
+    return asked.count(keys.TRAIN) * asked.count(keys.N, 1) // data_parallel_size(asked)
+
+
+def _mini_rows(asked: Asked) -> int | None:
+    whole, rest = divmod(asked.count(keys.MINI) * asked.count(keys.N, 1), data_parallel_size(asked))
+    return None if rest else whole
+
+
+def _minis(asked: Asked) -> int | None:
+    whole, rest = divmod(asked.count(keys.TRAIN), asked.count(keys.MINI))
+    return None if rest else whole
+
+
+def _forwards(asked: Asked, switch: str, size: str, tokens: str) -> Number:
+    limits = _limits(asked, is_dynamic=log_prob_dynamic(asked, switch, size), size=size, tokens=tokens)
+    return _micro_batches(_rows(asked), limits, longest_sequence(asked))
+
+
+def _micro(asked: Asked) -> tuple[int | None, int | None]:
+    return _limits(asked, is_dynamic=dynamic(asked), size=keys.MICRO, tokens=keys.TOKENS)
+
+
+def _accumulation(asked: Asked) -> Number:
+    mini = _mini_rows(asked)
+    return None if mini is None else _micro_batches(mini, _micro(asked), longest_sequence(asked))
+
+
+def _steps(asked: Asked) -> int | None:
+    count = _minis(asked)
+    return None if count is None else count * asked.count(keys.EPOCHS, 1)
+
+
+def _replicas(asked: Asked) -> int | None:
+    whole, rest = divmod(num_ranks(asked), asked.count(keys.TP, 1))
+    return None if rest else whole
+
+
+def _per_replica(asked: Asked) -> Number:
+    engines, total = _replicas(asked), asked.count(keys.TRAIN) * asked.count(keys.N, 1)
+    return None if not engines else between(total // engines, ceil_div(total, engines))
+
+
+def derived(asked: Asked) -> Derived:
+    """The same numbers as ``step_plan``, one by one, so that one bad size does not hide the others."""
+    return Derived(
+        num_gpus=known(lambda: num_ranks(asked)),
+        data_parallel_size=known(lambda: data_parallel_size(asked)),
+        prompts_per_step=known(lambda: asked.count(keys.TRAIN)),
+        sequences_per_step=known(lambda: asked.count(keys.TRAIN) * asked.count(keys.N, 1)),
+        sequences_per_rank=known(lambda: _rows(asked)),
+        rollout_replicas=known(lambda: _replicas(asked)),
+        sequences_per_replica=known(lambda: _per_replica(asked)),
+        mini_batch_sequences_per_rank=known(lambda: _mini_rows(asked)),
+        mini_batches_per_epoch=known(lambda: _minis(asked)),
+        micro_batch_sequences_per_rank=known(lambda: _micro(asked)[0] or between(1, _mini_rows(asked) or 1)),
+        gradient_accumulation_steps=known(lambda: _accumulation(asked)),
+        optimizer_steps_per_step=known(lambda: _steps(asked)),
+        log_prob_forwards_per_rank=known(
+            lambda: _forwards(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB, keys.LOG_PROB_TOKENS)
+        ),
+        ref_log_prob_forwards_per_rank=known(
+            lambda: _forwards(asked, keys.REF_DYNAMIC, keys.REF, keys.REF_TOKENS) if uses_ref(asked) else 0
+        ),
+        padding_sequences=0,
+        learning_rate_steps_per_step=1,
+        validation_sequences_per_prompt=known(lambda: asked.count(keys.VAL_N, 1)),
+    )
+
+
+def notes(asked: Asked) -> Iterator[str]:
+    """What is no problem but worth a sentence."""
+    micro = asked.optional_count(keys.MICRO)
+    rows = asked.count(keys.MINI) * asked.count(keys.N, 1) // data_parallel_size(asked)
+    if micro is not None and not dynamic(asked) and rows % micro:
+        yield (
+            f"a rank's mini-batch of {rows} sequences makes {ceil_div(rows, micro)} micro-batches of at most {micro}: "
+            "they need not be equal, the gradient is the same."
+        )

@@ -1,0 +1,52 @@
+"""What the planner is asked: configuration entries in the order in which they were given, with their sources.
+
+Neutral between YAML, launch scripts and overrides on the command line; knows no rule set.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trainfer.config.overrides import Override, OverrideKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotStatic:
+    """A value that cannot be known without running something."""
+
+    why: str
+    """What stands there, with its line, e.g. ``$(nproc) in run.sh:12``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One value that somebody set."""
+
+    key: str
+    value: object
+    """A plain value, or :class:`NotStatic`."""
+    source: str
+    kind: OverrideKind = OverrideKind.CHANGE
+    from_command: bool = True
+    """False for a line of a YAML file, to which Hydra's rules for ``+`` do not apply."""
+
+    @staticmethod
+    def of(override: Override, *, source: str) -> "Entry":
+        """An entry for a parsed override."""
+        return Entry(key=override.key, value=override.value, source=source, kind=override.kind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One input, read."""
+
+    entries: Sequence[Entry] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables that reach the training processes."""
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables of the reader's own environment, for ``${oc.env:…}``."""
+    notes: Sequence[str] = ()
+    """What the reader wants said, such as constructs that are not known statically."""
+    megatron: bool = False
+    """True when the command chooses Megatron's configuration."""
+    attention_heads: int | None = None
+    key_value_heads: int | None = None
