@@ -98,7 +98,7 @@ class MixedPrecisionConfig(Section, frozen=True, kw_only=True):
         DType | None, Meta(description="Format of gathered parameters in forward and backward.")
     ] = None
     reduce_dtype: Annotated[
-        DType | None, Meta(description="Format in which gradients are summed over ranks.")
+        DType | None, Meta(description="Format in which gradients are summed over several ranks.")
     ] = None
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class FsdpConfig(Section, frozen=True, kw_only=True):
     reshard_after_forward: Annotated[
         bool,
         Meta(
-            description="Free gathered parameters between forward and backward: less memory, one more gather."
+            description="Free parameters gathered from other ranks between forward and backward: less memory, one more gather."
         ),
     ] = True
     model_dtype: Annotated[

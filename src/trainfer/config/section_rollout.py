@@ -84,11 +84,16 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
         Meta(description="Compute a prompt shared by several sequences once and share its key-value cache."),
     ] = True
     enable_chunked_prefill: Annotated[
-        bool, Meta(description="Split long prompts over several forwards, mixed with decoding.")
+        bool,
+        Meta(
+            description="Let vllm split long prompts over several forwards, mixed with decoding; other engines never split one."
+        ),
     ] = True
     gpu_memory_utilization: Annotated[
         PositiveShare,
-        Meta(description="Share of a GPU's memory that the engine may take for weights and cache."),
+        Meta(
+            description="Share of a GPU's memory that vllm may take for weights and cache; other engines take what they need."
+        ),
     ] = 0.5
     calculate_log_probs: Annotated[
         Literal[True],

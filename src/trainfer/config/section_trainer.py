@@ -185,6 +185,6 @@ class RayInitConfig(Section, frozen=True, kw_only=True):
 
 
 class RayKwargsConfig(Section, frozen=True, kw_only=True):
-    """Ray, used for several processes or nodes."""
+    """Ray, which is started for several processes or nodes only."""
 
     ray_init: RayInitConfig = RayInitConfig()
