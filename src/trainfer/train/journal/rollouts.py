@@ -89,7 +89,7 @@ def _line(step: int, record: RolloutRecord) -> bytes:
         "rollout_logprobs": _numbers(sequence.rollout_logprobs),
         "train_logprobs": None if record.train_logprobs is None else _numbers(record.train_logprobs),
     }
-    return json.dumps(fields, allow_nan=False, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+    return json.dumps(fields, allow_nan=False, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 def _number(value: float) -> float | str:
