@@ -18,6 +18,7 @@ mismatch/ess                                 (sum rho)^2 / (n sum rho^2), Kish; 
 mismatch/abs_diff_by_prob_bin/LOW-HIGH       mean |d| of tokens with LOW <= exp(b) < HIGH: differences
                                              of probability hide rare tokens, where the damage is
 mismatch/bitwise_equal_fraction              share of tokens with a == b
+mismatch/tokens                              tokens that were compared
 mismatch/nonfinite_tokens                    tokens with a or b not finite, e.g. one that the trainer's
                                              filter excludes; left out of every other number
 training/rollout_probs_diff_{max,mean,std}   of |exp a - exp b|, n-1 std (verl: calculate_debug_metrics)
@@ -178,6 +179,22 @@ def measure(
         probabilities=_probability_agreement(np.exp(a), np.exp(b)),
         gap=_policy_gap(a, b, owner),
     )
+
+
+def agreement_metrics(
+    trainer_logprobs: Sequence[Sequence[float] | None], rollout_logprobs: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """Metrics over the sequences that the trainer has scored (None: it has not), and how many tokens that was."""
+    pairs = [
+        (ours, theirs)
+        for ours, theirs in zip(trainer_logprobs, rollout_logprobs, strict=True)
+        if ours is not None
+    ]
+    compared = {"mismatch/tokens": float(sum(len(ours) for ours, _ in pairs))}
+    agreement = measure([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
+    if agreement is None:
+        return {**compared, "mismatch/nonfinite_tokens": compared["mismatch/tokens"]}
+    return {**compared, **agreement.metrics()}
 
 
 def _token_agreement(a: Floats, b: Floats, *, nonfinite_tokens: int) -> TokenAgreement:

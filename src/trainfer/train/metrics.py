@@ -4,8 +4,11 @@ Takes the sampled sequences with their scores and advantages, and how long each 
 flat name -> float mappings. It knows no model and no logger.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import fmean
+from typing import Protocol
 
 from trainfer.types import SampledSequence, TrainingSequence
 
@@ -82,3 +85,49 @@ def _mean_max_min(name: str, values: Sequence[float]) -> dict[str, float]:
         f"{name}/max": float(max(values)),
         f"{name}/min": float(min(values)),
     }
+
+
+class Watcher(Protocol):
+    """Somebody who wants to know what is going on, e.g. a progress display."""
+
+    def stage(self, name: str) -> None:
+        """The stage that begins now, under its ``timing_s`` name."""
+        ...
+
+    def tokens(self, count: int) -> None:
+        """So many more tokens were sampled."""
+        ...
+
+
+class Nobody:
+    """A ``Watcher`` that does not look."""
+
+    def stage(self, name: str) -> None:
+        """Ignore it."""
+
+    def tokens(self, count: int) -> None:
+        """Ignore them."""
+
+
+class StageClock:
+    """Seconds per stage of one step."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        """Start the step."""
+        self.watcher = watcher
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage; a name used twice adds up."""
+        self.watcher.stage(name)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def seconds(self) -> dict[str, float]:
+        """Of every stage so far, and of the step under ``step``."""
+        return {**self._seconds, "step": time.perf_counter() - self._started}

@@ -1,8 +1,11 @@
 """The configuration and the plan as the records that workers take. Plain numbers, no model.
 
 Takes ``TrainConfig`` and ``StepPlan``; gives settings of the update, limits of forwards and sampling
-parameters. Combinations that cannot be honoured have been refused before (``checks.py``).
+parameters, and which passes a step makes. Combinations that cannot be honoured have been refused before (``checks.py``).
 """
+
+import enum
+from dataclasses import dataclass
 
 from trainfer.config.schema import OptimConfig, TrainConfig
 from trainfer.plan.records import StepPlan
@@ -30,7 +33,7 @@ def trainer_settings(config: TrainConfig, plan: StepPlan, *, total_steps: int) -
             kl_estimator=KlEstimator.of(actor.kl_loss_type),
         ),
         aggregation=LossAggregation(actor.loss_agg_mode),
-        horizon=config.data.max_response_length,
+        horizon=actor.loss_scale_factor or config.data.max_response_length,
         limit=ForwardLimit(
             sequences=plan.micro_batch_sequences_per_rank, tokens=plan.micro_batch_tokens_per_rank
         ),
@@ -93,4 +96,49 @@ def validation_sampling(config: TrainConfig, *, stop_token_ids: tuple[int, ...])
         top_k=validation.top_k if validation.do_sample else -1,
         top_p=validation.top_p if validation.do_sample else 1.0,
         stop_token_ids=stop_token_ids,
+    )
+
+
+class OldLogProbs(enum.Enum):
+    """Where the old policy's log-probs come from."""
+
+    PASS = "pass"
+    """A forward pass of its own over all sequences."""
+    UPDATE = "update"
+    """The update's own forward. With one optimizer step per step that forward is made by the very policy that
+    the pass would have asked, so the ratio is exactly 1 and a forward is saved (verl 0.6.1's shortcut)."""
+    ROLLOUT = "rollout"
+    """The engine (``algorithm.rollout_correction.bypass_mode``)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """Which optional passes a step makes."""
+
+    old_logprobs: OldLogProbs
+    ref: bool
+
+
+def stages(config: TrainConfig, plan: StepPlan) -> Stages:
+    """Decide from the configuration alone.
+
+    The shortcut is not taken where something needs the old log-probs before the update (importance weights, KL
+    in the reward), nor with sampling filters: the agreement check then needs filtered log-probs, which the
+    loss does not compute.
+    """
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    filters = rollout.top_k != -1 or rollout.top_p != 1.0 or rollout.min_p != 0.0
+    if algorithm.rollout_correction.bypass_mode:
+        old = OldLogProbs.ROLLOUT
+    elif (
+        plan.optimizer_steps_per_step == 1
+        and algorithm.rollout_correction.rollout_is is None
+        and not algorithm.use_kl_in_reward
+        and not filters
+    ):
+        old = OldLogProbs.UPDATE
+    else:
+        old = OldLogProbs.PASS
+    return Stages(
+        old_logprobs=old, ref=config.actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward
     )

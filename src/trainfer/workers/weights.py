@@ -1,9 +1,9 @@
 """Weights from actor to rollout engine, and the proof that they arrived.
 
-Takes the actor's module and an engine; sends every parameter and persistent buffer under its Transformers
-name, in the format the engine computes in, then compares fingerprints of *all* tensors that either side
-computes with, by name: tied names and buffers that are never sent included. A fingerprint is read from
-the engine's own tensors after the fact, so a tensor that was skipped, rounded twice or copied stale shows.
+Takes the actor's module and an engine; sends every parameter and buffer (those that no checkpoint holds and
+tied names included) under its Transformers name, parameters in the format the engine computes in, then
+compares the fingerprints of all of them with those that the engine reads from its own tensors afterwards: a
+tensor that was skipped, rounded twice, left stale or is on one side only shows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,25 +48,15 @@ def sync_weights(model: nn.Module, rollout: RolloutWorker, *, version: int, dtyp
 
 
 def sent_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers, one at a time, so that at most one converted copy exists."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        yield name, _as_engine(tensor, dtype) if name in parameters else tensor.detach()
+    """Parameters and buffers, one at a time, so that at most one converted copy exists."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, parameter.detach().to(dtype) if parameter.is_floating_point() else parameter.detach()
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def actor_fingerprints(model: nn.Module, dtype: torch.dtype) -> Mapping[str, str]:
-    """Of every parameter (in the engine's format) and buffer by name; a tied tensor is read once."""
-    seen: dict[int, str] = {}
-    result: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in seen:
-            seen[id(parameter)] = fingerprint(_as_engine(parameter, dtype))
-        result[name] = seen[id(parameter)]
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if id(buffer) not in seen:
-            seen[id(buffer)] = fingerprint(buffer)
-        result[name] = seen[id(buffer)]
-    return result
+    """Of every tensor as it is sent."""
+    return {name: fingerprint(tensor) for name, tensor in sent_tensors(model, dtype)}
 
 
 def compare_fingerprints(actor: Mapping[str, str], engine: Mapping[str, str], *, version: int) -> SyncProof:
@@ -77,7 +67,3 @@ def compare_fingerprints(actor: Mapping[str, str], engine: Mapping[str, str], *,
         tensors=len(names),
         mismatched=tuple(name for name in names if actor.get(name) != engine.get(name)),
     )
-
-
-def _as_engine(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return parameter.detach().to(dtype) if parameter.is_floating_point() else parameter.detach()

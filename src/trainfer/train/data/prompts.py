@@ -8,7 +8,7 @@ prompts a step takes is ``order``'s business.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jinja2
 
@@ -37,7 +37,7 @@ class ChatTokenizer(Protocol):
         add_generation_prompt: bool,
         tokenize: bool,
         return_dict: bool,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> object:
         """Token ids of a chat, as a list, for ``tokenize=True, return_dict=False``."""
         ...

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainfer.exact.packed import PackedBatch, pack
 from trainfer.train.update.aggregate import MiniBatchTotals
-from trainfer.types import TrainingSequence
+from trainfer.types import SampledSequence, TrainingSequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +51,30 @@ class MicroBatch:
     """None: the log-probs of this very forward, detached (see ``trainer.py``)."""
     ref_logprobs_S: Tensor | None
     rollout_weights_S: Tensor | None
+
+
+def training_sequences(
+    sequences: Sequence[SampledSequence],
+    advantages: Sequence[float],
+    *,
+    old_logprobs: Sequence[tuple[float, ...]] | None,
+    ref_logprobs: Sequence[tuple[float, ...]] | None,
+    rollout_weights: Sequence[tuple[float, ...]] | None,
+) -> list[TrainingSequence]:
+    """What the update needs of each sampled sequence; every response token trains with its sequence's advantage."""
+    return [
+        TrainingSequence(
+            token_ids=sequence.token_ids,
+            prompt_length=len(sequence.prompt.token_ids),
+            temperature=sequence.sampling.temperature,
+            old_logprobs=None if old_logprobs is None else old_logprobs[index],
+            ref_logprobs=None if ref_logprobs is None else ref_logprobs[index],
+            advantages=(advantage,) * len(sequence.response_ids),
+            loss_mask=(True,) * len(sequence.response_ids),
+            rollout_weights=None if rollout_weights is None else rollout_weights[index],
+        )
+        for index, (sequence, advantage) in enumerate(zip(sequences, advantages, strict=True))
+    ]
 
 
 def micro_batch(

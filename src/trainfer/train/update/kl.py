@@ -10,6 +10,7 @@ Axes: S scored rows (response tokens).
 """
 
 import enum
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -61,6 +62,19 @@ def token_kl(
         return value_S
     k2_S = _estimate(logprobs_S, ref_logprobs_S, KlEstimator.K2)
     return k2_S - k2_S.detach() + value_S.detach()
+
+
+def sequence_kl(
+    logprobs: Sequence[Sequence[float]], ref_logprobs: Sequence[Sequence[float]], estimator: KlEstimator
+) -> list[float]:
+    """Sum of the token estimates of each sequence, without gradient: the KL penalty inside a reward."""
+    sums: list[float] = []
+    for row, ref_row in zip(logprobs, ref_logprobs, strict=True):
+        kl_S = token_kl(
+            torch.tensor(row, dtype=torch.float64), torch.tensor(ref_row, dtype=torch.float64), estimator
+        )
+        sums.append(kl_S.sum().item())
+    return sums
 
 
 def _estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimator) -> Tensor:

@@ -1,0 +1,99 @@
+"""What this group of workers cannot do for a legal configuration, told before anything is loaded.
+
+Takes configuration and plan; raises one ``ConfigError`` with every problem, each a sentence with the remedy.
+Keys that trainfer never honours are the configuration's own business; batch sizes are the planner's.
+"""
+
+from collections.abc import Iterator
+
+from trainfer.config.schema import TrainConfig
+from trainfer.errors import ConfigError
+from trainfer.plan.records import StepPlan
+from trainfer.train.update.correction import WeightBounds
+
+
+def check_honoured(config: TrainConfig, plan: StepPlan) -> None:
+    """Raise for what a group in one process would have to ignore.
+
+    Raises:
+        ConfigError: every problem, one line each.
+    """
+    problems = [*_processes(config, plan), *_correction(config), *_sampling(config), *_reward(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _processes(config: TrainConfig, plan: StepPlan) -> Iterator[str]:
+    trainer = config.trainer
+    if plan.num_ranks > 1:
+        yield (
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and trainer.nnodes={trainer.nnodes} ask for "
+            f"{plan.num_ranks} ranks, but the group of workers in one process has one; set both to 1."
+        )
+    capture = config.trainfer.consistency
+    if capture.steps or capture.every:
+        yield (
+            "trainfer.consistency.steps and .every ask for captured activations, which this version does not write while "
+            "training; leave them out (log-prob agreement is measured at every step without them)."
+        )
+    actor, ref = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config
+    if trainer.device == "cuda" and (actor.param_offload or actor.optimizer_offload or ref.param_offload):
+        yield (
+            "fsdp_config.param_offload and .optimizer_offload need FSDP2's sharded workers; one process keeps everything on "
+            "its GPU. Set them to false."
+        )
+
+
+def _correction(config: TrainConfig) -> Iterator[str]:
+    correction = config.algorithm.rollout_correction
+    name = "algorithm.rollout_correction"
+    if correction.rollout_rs is not None:
+        yield (
+            f"{name}.rollout_rs={correction.rollout_rs}: rejecting tokens or sequences is not implemented; use "
+            f"{name}.rollout_is=token or sequence with a threshold, or leave it out."
+        )
+    if correction.loss_type != "ppo_clip":
+        yield f"{name}.loss_type={correction.loss_type} is not implemented; use ppo_clip."
+    if correction.bypass_mode and correction.rollout_is is not None:
+        yield (
+            f"{name}.bypass_mode takes the rollout's log-probs as the old policy's, so every weight of "
+            f"rollout_is={correction.rollout_is} would be 1; choose one of the two."
+        )
+    if correction.rollout_is is not None:
+        try:
+            WeightBounds.parse(correction.rollout_is_threshold)
+        except ValueError:
+            yield (
+                f"{name}.rollout_is_threshold={correction.rollout_is_threshold!r} is neither a positive number nor an "
+                'ascending pair such as "0.5_2.0".'
+            )
+
+
+def _sampling(config: TrainConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    filters = rollout.top_k != -1 or rollout.top_p != 1.0 or rollout.min_p != 0.0
+    if config.algorithm.rollout_correction.bypass_mode and filters:
+        yield (
+            "algorithm.rollout_correction.bypass_mode with top_k, top_p or min_p: the rollout's log-probs are those of the "
+            "filtered distribution and the loss's are not, so their ratio is not that of two policies; sample without "
+            "filters or leave bypass_mode out."
+        )
+    if rollout.name == "scripted" and config.trainfer.scripted_responses is None:
+        yield (
+            "actor_rollout_ref.rollout.name=scripted answers from a file; set trainfer.scripted_responses, or "
+            "use rollout.name=builtin."
+        )
+
+
+def _reward(config: TrainConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type != "fixed":
+        yield (
+            f"algorithm.kl_ctrl.type={algorithm.kl_ctrl.type}: only a fixed weight of the KL in the reward is implemented; "
+            "use fixed."
+        )
+    if config.actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward:
+        yield (
+            "actor.use_kl_loss and algorithm.use_kl_in_reward both hold the policy near the ref, twice over; choose one "
+            "(verl lets both pass with a notice)."
+        )

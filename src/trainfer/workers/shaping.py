@@ -1,0 +1,133 @@
+"""Scores and log-probs of a step -> what the update trains on, as the configuration says.
+
+Takes scored sequences and the passes that were made; gives training sequences with advantages, old and ref
+log-probs and importance weights. The formulas are ``train``'s; which of them apply is decided here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainfer.config.schema import TrainConfig
+from trainfer.errors import EngineError
+from trainfer.train.advantage import group_advantages
+from trainfer.train.update.batch import training_sequences
+from trainfer.train.update.correction import ImportanceLevel, WeightBounds, rollout_weights
+from trainfer.train.update.kl import KlEstimator, sequence_kl
+from trainfer.types import SampledSequence, TokenScores, TrainingSequence
+from trainfer.workers.settings import OldLogProbs, Stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapedStep:
+    """What the update gets."""
+
+    rewards: tuple[float, ...]
+    """Scores, less the KL penalty where the reward holds one."""
+    advantages: tuple[float, ...]
+    training: tuple[TrainingSequence, ...]
+    metrics: dict[str, float]
+    """Of the KL penalty and the importance weights, where there are any."""
+
+
+def shape(
+    config: TrainConfig,
+    stages: Stages,
+    sequences: Sequence[SampledSequence],
+    scores: Sequence[float],
+    *,
+    old: Sequence[TokenScores] | None,
+    ref: Sequence[TokenScores] | None,
+) -> ShapedStep:
+    """Rewards, group advantages, weights; one training sequence per sampled one.
+
+    Raises:
+        RewardError: a score is not finite.
+    """
+    rewards, penalty_metrics = _rewards(config, scores, old, ref)
+    advantages = group_advantages(
+        rewards,
+        [sequence.group for sequence in sequences],
+        norm_by_std=config.algorithm.norm_adv_by_std_in_grpo,
+    )
+    weights, weight_metrics = _weights(config, sequences, old)
+    training = training_sequences(
+        sequences,
+        advantages,
+        old_logprobs=_old_logprobs(stages, sequences, old),
+        ref_logprobs=None if ref is None else [scored.logprobs for scored in ref],
+        rollout_weights=weights,
+    )
+    return ShapedStep(
+        rewards=tuple(rewards),
+        advantages=tuple(advantages),
+        training=tuple(training),
+        metrics={**penalty_metrics, **weight_metrics},
+    )
+
+
+def insist_on_exact(config: TrainConfig, agreement: dict[str, float]) -> None:
+    """Stop where ``trainfer.exact=true`` and some token's two log-probs differ by even one bit.
+
+    Raises:
+        EngineError: says how many.
+    """
+    fraction = agreement.get("mismatch/bitwise_equal_fraction", 1.0)
+    if config.trainfer.exact == "true" and fraction < 1.0:
+        raise EngineError(
+            f"trainfer.exact=true, but {1 - fraction:.3%} of this step's tokens have other log-probs in the trainer than "
+            f"in the rollout (largest difference {agreement['mismatch/logp_abs_diff_max']:.3g}). Use rollout.name=builtin "
+            "with equal dtypes (rollout.dtype, actor.fsdp_config.dtype), or trainfer.exact=auto to go on and measure."
+        )
+
+
+def _rewards(
+    config: TrainConfig,
+    scores: Sequence[float],
+    old: Sequence[TokenScores] | None,
+    ref: Sequence[TokenScores] | None,
+) -> tuple[Sequence[float], dict[str, float]]:
+    """As verl's ``apply_kl_penalty``: a group advantage sums a sequence's token rewards, so it sums the penalty too."""
+    if not config.algorithm.use_kl_in_reward:
+        return scores, {}
+    assert old is not None, "stages() asks for both passes"
+    assert ref is not None, "stages() asks for both passes"
+    weight = config.algorithm.kl_ctrl.kl_coef
+    estimator = KlEstimator.of(config.algorithm.kl_penalty)
+    kl = sequence_kl([s.logprobs for s in old], [s.logprobs for s in ref], estimator)
+    means = [total / len(scored.logprobs) for total, scored in zip(kl, old, strict=True)]
+    rewards = [score - weight * total for score, total in zip(scores, kl, strict=True)]
+    return rewards, {
+        "actor/reward_kl_penalty": sum(means) / len(means),
+        "actor/reward_kl_penalty_coeff": weight,
+    }
+
+
+def _weights(
+    config: TrainConfig, sequences: Sequence[SampledSequence], old: Sequence[TokenScores] | None
+) -> tuple[Sequence[tuple[float, ...]] | None, dict[str, float]]:
+    """Of the sampled distribution on both sides: filters would otherwise look like a mismatch."""
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_is is None:
+        return None, {}
+    assert old is not None, "stages() asks for the pass"
+    weights = rollout_weights(
+        [scored.sampled_logprobs for scored in old],
+        [sequence.rollout_logprobs for sequence in sequences],
+        level=ImportanceLevel(correction.rollout_is),
+        bounds=WeightBounds.parse(correction.rollout_is_threshold),
+        normalise=correction.rollout_is_batch_normalize,
+    )
+    return weights.weights, dict(weights.statistics)
+
+
+def _old_logprobs(
+    stages: Stages, sequences: Sequence[SampledSequence], old: Sequence[TokenScores] | None
+) -> list[tuple[float, ...]] | None:
+    match stages.old_logprobs:
+        case OldLogProbs.PASS:
+            assert old is not None
+            return [scored.logprobs for scored in old]
+        case OldLogProbs.ROLLOUT:
+            return [sequence.rollout_logprobs for sequence in sequences]
+        case OldLogProbs.UPDATE:
+            return None
