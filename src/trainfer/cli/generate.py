@@ -107,6 +107,7 @@ def sample(
 ) -> list[dict[str, object]]:
     """Load the model, sample, and describe each response."""
     from trainfer.engines.registry import make_engine
+    from trainfer.integrations.transformers.generation import stop_token_ids
     from trainfer.integrations.transformers.load import load_tokenizer
     from trainfer.train.rollout.sample import plan_rollout
 
@@ -116,7 +117,7 @@ def sample(
     plan = plan_rollout(
         prompts,
         samples_per_prompt=wanted.samples_per_prompt,
-        sampling=replace(sampling, stop_token_ids=_stop_token_ids(model, tokenizer)),
+        sampling=replace(sampling, stop_token_ids=stop_token_ids(folder, tokenizer)),
         run_seed=wanted.seed,
         step=0,
     )
@@ -167,13 +168,6 @@ def _load(folder: Path, *, device: str, dtype: str | None) -> "PreTrainedModel":
     chosen = dtype or ("bfloat16" if device == "cuda" else "float32")
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     return load_model(folder, dtype=dtypes[chosen], device=device)
-
-
-def _stop_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """Every end-of-sequence token that the model or the tokenizer names."""
-    named: object = model.generation_config.eos_token_id if model.generation_config is not None else None
-    tokens = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
-    return tuple(sorted({token for token in tokens if isinstance(token, int)}))
 
 
 def _check_room(requests: Sequence[GenerationRequest], model: "PreTrainedModel") -> None:

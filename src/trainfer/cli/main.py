@@ -28,6 +28,7 @@ class Verb:
 
 VERBS: Mapping[str, Verb] = {
     "train": Verb(module="trainfer.cli.train", summary="Train by GRPO: CONFIG.yaml [OVERRIDES…]."),
+    "eval": Verb(module="trainfer.cli.eval", summary="Score the validation set: CONFIG.yaml [OVERRIDES…]."),
     "generate": Verb(module="trainfer.cli.generate", summary="Sample responses to prompts of your own."),
     "export": Verb(module="trainfer.cli.export", summary="Write a checkpoint as a Hugging Face folder."),
     "doctor": Verb(module="trainfer.cli.doctor", summary="Say what is installed and what will work."),

@@ -4,13 +4,19 @@ Takes the command line; gives exit code 0 when the run ended. All mistakes of co
 are reported before torch is loaded.
 """
 
+import logging
+import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from trainfer.config.document import help_key, help_text
-from trainfer.config.load import load_config
+from trainfer.config.load import LoadedConfig, load_config
 from trainfer.plan.step import plan_step
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class ExplainedCommand(click.Command):
@@ -48,4 +54,58 @@ def command(config: Path, overrides: tuple[str, ...]) -> int:
     """
     loaded = load_config(config, overrides)
     plan_step(loaded.config)
+    run_and_show(
+        loaded, config=config, command_line=shlex.join(["trainfer", "train", str(config), *overrides])
+    )
     return 0
+
+
+def run_and_show(loaded: LoadedConfig, *, config: Path, command_line: str) -> None:
+    """Run every step that is left, with progress, and say at the end what was reached and what can be done."""
+    from rich.console import Console
+
+    from trainfer.cli.progress import NextSteps, Progress, closing_summary
+    from trainfer.run import run_steps
+    from trainfer.workers.session import open_session
+
+    console = Console()
+    _log_to(console)
+    with open_session(loaded, on_warmup=_Warmup(console, loaded)) as session:
+        total = session.steps.stop - 1
+        folder = session.journal.folder.path
+        console.print(
+            f"Run folder {folder}; steps {session.steps.start} to {total}.", highlight=False, soft_wrap=True
+        )
+        with Progress(total=total, first_step=session.steps.start, console=console) as progress:
+            for report in run_steps(session, watcher=progress):
+                progress.step(report)
+    tensorboard = "tensorboard" in loaded.config.trainer.logger
+    ending = NextSteps(
+        folder=folder, train_command=command_line, config=config, total=total, tensorboard=tensorboard
+    )
+    console.print(closing_summary(ending), highlight=False, soft_wrap=True, markup=False)
+
+
+class _Warmup:
+    """Shows the warm-up that makes the demonstration's model: about ten lines."""
+
+    def __init__(self, console: "Console", loaded: LoadedConfig) -> None:
+        warmup = loaded.config.trainfer.warmup
+        self._console = console
+        self._steps = warmup.steps if warmup is not None else 0
+
+    def __call__(self, step: int, loss: float) -> None:
+        """``step`` counts from 0."""
+        if (step + 1) % max(1, self._steps // 10) == 0 or step + 1 == self._steps:
+            self._console.print(f"warm-up {step + 1}/{self._steps}  loss {loss:.3f}", highlight=False)
+
+
+def _log_to(console: "Console") -> None:
+    """What the stages have to say goes above the progress display."""
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=console, show_time=False, show_path=False, markup=False)
+    package = logging.getLogger("trainfer")
+    package.handlers = [handler]
+    package.setLevel(logging.INFO)
+    package.propagate = False
