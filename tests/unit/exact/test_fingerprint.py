@@ -43,7 +43,9 @@ def test_one_flipped_bit_anywhere_changes_both_halves(dtype):
     tensor = random_bits(dtype, (40_000,))
     before = fingerprint(tensor).split(":")[2]
     width = 8 * tensor.element_size()
-    integers = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    integers = tensor.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )
     for place in (0, 1, 16_383, 16_384, 39_999):
         bits = (0,) if dtype == torch.bool else (0, width // 2, width - 1)
         for bit in bits:
@@ -103,7 +105,9 @@ def test_a_long_strided_vector_is_its_copy():
 def test_complex_and_float8_have_fingerprints():
     number = torch.complex(torch.randn(10), torch.randn(10))
     assert fingerprint(number) != fingerprint(number.conj())
-    assert fingerprint(torch.ones(3).to(torch.float8_e4m3fn)) != fingerprint(torch.zeros(3).to(torch.float8_e4m3fn))
+    assert fingerprint(torch.ones(3).to(torch.float8_e4m3fn)) != fingerprint(
+        torch.zeros(3).to(torch.float8_e4m3fn)
+    )
 
 
 @settings(deadline=None, max_examples=40)

@@ -123,7 +123,9 @@ def test_rows_have_parameters_of_their_own():
 def test_no_filter_gives_the_same_bits_as_token_logprobs():
     logits_SV = torch.randn(6, 300, generator=torch.Generator().manual_seed(1)) * 4
     targets_S = torch.arange(6)
-    params = [SamplingParams(max_new_tokens=1, temperature=0.7)] * 5 + [SamplingParams(max_new_tokens=1, top_k=3)]
+    params = [SamplingParams(max_new_tokens=1, temperature=0.7)] * 5 + [
+        SamplingParams(max_new_tokens=1, top_k=3)
+    ]
     rows = row_sampling(params, [1] * 6, device="cpu")
     filtered = filtered_logprobs(logits_SV, targets_S, rows)
     plain = token_logprobs(logits_SV, targets_S, rows.temperatures_S)

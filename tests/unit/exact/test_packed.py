@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoModelForCausalLM as AutoModel
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -12,7 +13,6 @@ from transformers import (
     MixtralConfig,
     PreTrainedModel,
 )
-from transformers import AutoModelForCausalLM as AutoModel
 
 from trainfer.errors import ModelError
 from trainfer.exact.attention import (
@@ -153,7 +153,8 @@ def test_gradient_is_that_of_padded_stock_and_of_the_sequences_one_by_one(archit
     ours = gradients(model, packed_logprobs(model, sequences, prompts).sum())
     stock = gradients(model, stock_logprobs(model, sequences, prompts).sum())
     singles = [
-        gradients(model, packed_logprobs(model, [s], [p]).sum()) for s, p in zip(sequences, prompts, strict=True)
+        gradients(model, packed_logprobs(model, [s], [p]).sum())
+        for s, p in zip(sequences, prompts, strict=True)
     ]
     summed = {name: sum((single[name] for single in singles), torch.zeros(())) for name in ours}
     assert relative_difference(stock, ours) < 1e-5

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +20,10 @@ from trainfer.exact.logprobs import RowSampling, kept_tokens, log_distribution, 
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_FLAT_VOCABULARY = 8192
+"""Up to here one running sum over the vocabulary costs less than two levels."""
+_CHUNK = 128
+"""Tokens of a chunk on the lower level."""
 _MANTISSA_SHIFT = 12
 """52 random bits: the largest uniform times any sum then stays below that sum in float64."""
 
@@ -70,8 +75,32 @@ def draw(logits_BV: Tensor, uniforms_B: Tensor, sampling: RowSampling) -> Draw:
 
 
 def _invert(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds the uniform; one of probability 0 never is."""
-    cumulative_BV = logprobs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
-    target_B1 = uniforms_B[:, None] * cumulative_BV[:, -1:]
-    tokens_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
+    """``[B, 1]``: the first token whose cumulative probability exceeds the uniform.
+
+    One of probability 0 never is. Sums are float64. A row that is not a number gives some token; its log-prob
+    tells.
+    """
+    if logprobs_BV.shape[-1] > _FLAT_VOCABULARY:
+        return _invert_in_chunks(logprobs_BV, uniforms_B)
+    ends_BV = logprobs_BV.exp().cumsum(dim=-1, dtype=torch.float64)
+    tokens_B1 = torch.searchsorted(ends_BV, uniforms_B[:, None] * ends_BV[:, -1:], right=True)
     return tokens_B1.clamp_(max=logprobs_BV.shape[-1] - 1)
+
+
+def _invert_in_chunks(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """The same in two levels, chunks and then tokens of one chunk: a long running sum is slow, being sequential."""
+    padding = -logprobs_BV.shape[-1] % _CHUNK
+    probs_BV = F.pad(logprobs_BV.exp(), (0, padding)) if padding else logprobs_BV.exp()
+    probs_BCK = probs_BV.unflatten(-1, (-1, _CHUNK))
+    chunk_ends_BC = probs_BCK.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    target_B1 = uniforms_B[:, None] * chunk_ends_BC[:, -1:]
+    chunk_B1 = torch.searchsorted(chunk_ends_BC, target_B1, right=True).clamp_(
+        max=chunk_ends_BC.shape[-1] - 1
+    )
+    before_B1 = torch.where(chunk_B1 > 0, chunk_ends_BC.gather(1, (chunk_B1 - 1).clamp_(min=0)), 0.0)
+    inside_B1K = probs_BCK.gather(1, chunk_B1[:, :, None].expand(-1, -1, _CHUNK))
+    ends_BK = inside_B1K[:, 0].cumsum(dim=-1, dtype=torch.float64)
+    # The two sums of a chunk may differ in their last bit: stay below the inner one, so that a token is found.
+    below = torch.nextafter(ends_BK[:, -1:], torch.zeros_like(before_B1))
+    within_B1 = torch.searchsorted(ends_BK, torch.minimum(target_B1 - before_B1, below), right=True)
+    return (chunk_B1 * _CHUNK + within_B1).clamp_(max=logprobs_BV.shape[-1] - 1)

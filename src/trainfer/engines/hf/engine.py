@@ -47,6 +47,10 @@ class _Draw(LogitsProcessor):
         """Scores that are 0 at the drawn token and -inf elsewhere."""
         warped = self._warpers(input_ids, cast(torch.FloatTensor, scores.float()))
         logprobs_NV = warped.log_softmax(dim=-1)
+        if logprobs_NV.isnan().any():
+            raise EngineError(
+                "the model's logits are not finite; check the weights (a diverged update?) and the dtype"
+            )
         if self._is_greedy:
             tokens_N1 = scores.argmax(dim=-1, keepdim=True)
         else:
