@@ -8,10 +8,11 @@ proven weights, values that are not numbers. Loads no torch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from trainfer.check.report.training_curves import (
     BOTTOM,
@@ -21,6 +22,7 @@ from trainfer.check.report.training_curves import (
     TOP,
     WIDTH,
     Curve,
+    drawable,
     linear_curve,
     log_curve,
     number_text,
@@ -116,14 +118,7 @@ def write_training_report(folder: Path, out: Path | None = None) -> Path:
 
 def render_training_report(run: RunRecord) -> str:
     """The page as text."""
-    environment = Environment(
-        loader=PackageLoader("trainfer.check.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template(TEMPLATE).render(
+    page = _template().render(
         run=run,
         agreement=agreement(run),
         tiles=_tiles(run),
@@ -135,6 +130,18 @@ def render_training_report(run: RunRecord) -> str:
     )
     assert len(page.encode()) <= MAX_PAGE_BYTES, "every part of the page is bounded"
     return page
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("trainfer.check.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(TEMPLATE)
 
 
 def agreement(run: RunRecord) -> Agreement:
@@ -186,7 +193,7 @@ def stages(run: RunRecord) -> list[Stage]:
     """Where the time of a step goes, the largest first; what no stage claims is ``other``."""
     steps = max(1, _num_steps(run))
     totals = {
-        name.removeprefix("timing_s/"): math.fsum(value for value in series.values if math.isfinite(value))
+        name.removeprefix("timing_s/"): math.fsum(value for value in series.values if drawable(value))
         for name, series in run.series.items()
         if name.startswith("timing_s/")
     }
@@ -202,7 +209,7 @@ def stages(run: RunRecord) -> list[Stage]:
 def _tiles(run: RunRecord) -> list[Tile]:
     tiles: list[Tile] = []
     scores = run.series.get(_SCORE)
-    finite = [value for value in scores.values if math.isfinite(value)] if scores else []
+    finite = [value for value in scores.values if drawable(value)] if scores else []
     if finite:
         quarter = max(1, len(finite) // 4)
         first, last = fmean(finite[:quarter]), fmean(finite[-quarter:])
@@ -224,7 +231,7 @@ def _tiles(run: RunRecord) -> list[Tile]:
         )
     seconds = run.series.get("timing_s/step")
     if seconds and len(seconds.values):
-        total = math.fsum(value for value in seconds.values if math.isfinite(value))
+        total = math.fsum(value for value in seconds.values if drawable(value))
         tiles.append(
             Tile(
                 label="Time",
@@ -256,7 +263,7 @@ def _charts(run: RunRecord) -> list[Chart]:
             Chart(
                 key="diff",
                 title="|Δlogp|, rollout against training",
-                about="Largest difference of any token in the step, logarithmic; the lowest line is exactly 0.",
+                about="Largest of any token, per step. The lowest line is exactly 0.",
                 spoken=_spoken("Largest log-prob difference", curve),
                 curve=curve,
             )
@@ -314,13 +321,14 @@ def _response_tokens(run: RunRecord) -> int:
     for step, length in columns[0].items():
         mean = columns[2].get(step, 0.0)
         tokens = length * columns[1].get(step, 0.0) / mean if mean > 0 else 0.0
-        total += tokens if math.isfinite(tokens) else 0.0
+        total += tokens if drawable(tokens) else 0.0
     return round(total)
 
 
 def _bitwise_share(run: RunRecord) -> float | None:
     series = run.series.get(_BITWISE)
-    return fmean(series.values) if series and len(series.values) else None
+    values = [value for value in series.values if drawable(value)] if series else []
+    return fmean(values) if values else None
 
 
 def _percent(share: float) -> str:

@@ -9,8 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MAX_POINTS = 500
+MAX_MARKS = 40
 WIDTH, HEIGHT = 640, 240
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 30
+LEFT, RIGHT, TOP, BOTTOM = 58, 28, 14, 30
+
+
+def drawable(value: float) -> bool:
+    """A finite number far enough from the end of the floats that sums of it stay finite."""
+    return abs(value) < 1e300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +66,7 @@ class Curve:
 
 def buckets(steps: Sequence[int], values: Sequence[float], limit: int = MAX_POINTS) -> list[Bucket]:
     """At most ``limit`` buckets of equally many finite values, in order."""
-    finite = [index for index, value in enumerate(values) if math.isfinite(value)]
+    finite = [index for index, value in enumerate(values) if drawable(value)]
     size = max(1, math.ceil(len(finite) / limit))
     found: list[Bucket] = []
     for start in range(0, len(finite), size):
@@ -78,6 +84,13 @@ def buckets(steps: Sequence[int], values: Sequence[float], limit: int = MAX_POIN
     return found
 
 
+def spread(items: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:
+    """At most ``limit`` of them, evenly, the first and the last among them."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[round(number * (len(items) - 1) / (limit - 1))] for number in range(limit)]
+
+
 def linear_curve(
     steps: Sequence[int],
     values: Sequence[float],
@@ -87,7 +100,7 @@ def linear_curve(
 ) -> Curve | None:
     """Mean with a band from least to largest, on a linear axis; None without a finite value."""
     found = buckets(steps, values)
-    shown_marks = [(step, value) for step, value in marks if math.isfinite(value)][-MAX_POINTS:]
+    shown_marks = spread([(step, value) for step, value in marks if drawable(value)], MAX_MARKS)
     if not found:
         return None
     low = min(
@@ -109,7 +122,7 @@ def linear_curve(
         y_of,
         marks=shown_marks,
         y_ticks=[Tick(place=y_of(value), label=number_text(value)) for value in y_values],
-        not_finite=len(values) - sum(map(math.isfinite, values)),
+        not_finite=len(values) - sum(map(drawable, values)),
     )
 
 
@@ -139,7 +152,7 @@ def log_curve(steps: Sequence[int], values: Sequence[float]) -> Curve | None:
         y_of,
         marks=(),
         y_ticks=ticks,
-        not_finite=len(values) - sum(map(math.isfinite, values)),
+        not_finite=len(values) - sum(map(drawable, values)),
         band=False,
     )
 
@@ -217,4 +230,9 @@ def number_text(value: float) -> str:
     if value == 0:
         return "0"
     text = f"{value:.4g}"
-    return text if "e" not in text or abs(value) < 1e-3 else f"{value:,.0f}" if abs(value) < 1e9 else text
+    if "e" not in text:
+        return text
+    if 1e-3 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    digits, _, power = f"{value:.3g}".partition("e")
+    return f"{digits}e{int(power)}" if power else digits

@@ -108,7 +108,8 @@ def read_run(folder: Path) -> RunRecord:
     numbers = sorted(int(path.stem) for path in (folder / "rollouts").glob("*.jsonl") if path.stem.isdigit())
     if numbers:
         record.first_samples = _samples(folder / "rollouts", numbers[0], notes)
-        record.last_samples = _samples(folder / "rollouts", numbers[-1], notes)
+        if len(numbers) > 1:
+            record.last_samples = _samples(folder / "rollouts", numbers[-1], notes)
     return record
 
 
