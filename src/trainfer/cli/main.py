@@ -31,6 +31,7 @@ VERBS: Mapping[str, Verb] = {
     "eval": Verb(module="trainfer.cli.eval", summary="Score the validation set: CONFIG.yaml [OVERRIDES…]."),
     "generate": Verb(module="trainfer.cli.generate", summary="Sample responses to prompts of your own."),
     "export": Verb(module="trainfer.cli.export", summary="Write a checkpoint as a Hugging Face folder."),
+    "report": Verb(module="trainfer.cli.report", summary="Write report.html of a run folder."),
     "doctor": Verb(module="trainfer.cli.doctor", summary="Say what is installed and what will work."),
 }
 """A verb is added by one line here and one module with ``command``."""

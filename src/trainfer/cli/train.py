@@ -64,6 +64,7 @@ def run_and_show(loaded: LoadedConfig, *, config: Path, command_line: str) -> No
     """Run every step that is left, with progress, and say at the end what was reached and what can be done."""
     from rich.console import Console
 
+    from trainfer.check.report.training import write_training_report
     from trainfer.cli.progress import NextSteps, Progress, closing_summary
     from trainfer.run import run_steps
     from trainfer.workers.session import open_session
@@ -79,11 +80,13 @@ def run_and_show(loaded: LoadedConfig, *, config: Path, command_line: str) -> No
         with Progress(total=total, first_step=session.steps.start, console=console) as progress:
             for report in run_steps(session, watcher=progress):
                 progress.step(report)
+    page = write_training_report(folder, None)
     tensorboard = "tensorboard" in loaded.config.trainer.logger
     ending = NextSteps(
         folder=folder, train_command=command_line, config=config, total=total, tensorboard=tensorboard
     )
     console.print(closing_summary(ending), highlight=False, soft_wrap=True, markup=False)
+    console.print(f"Report: {page}", highlight=False, soft_wrap=True)
 
 
 class _Warmup:
