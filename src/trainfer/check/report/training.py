@@ -225,10 +225,9 @@ def _tiles(run: RunRecord) -> list[Tile]:
     if "weights/fingerprint_match" in run.series:
         matches = run.series["weights/fingerprint_match"].values
         proven = sum(value == 1.0 for value in matches)
+        value = f"all {proven:,}" if proven == len(matches) else f"{proven:,} of {len(matches):,}"
         note = "fingerprints of all tensors agree" if proven == len(matches) else "some fingerprints differ"
-        tiles.append(
-            Tile(label="Weight hand-overs proven", value=f"{proven:,} of {len(matches):,}", note=note)
-        )
+        tiles.append(Tile(label="Weight hand-overs proven", value=value, note=note))
     seconds = run.series.get("timing_s/step")
     if seconds and len(seconds.values):
         total = math.fsum(value for value in seconds.values if drawable(value))
