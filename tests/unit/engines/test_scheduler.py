@@ -1,54 +1,73 @@
 """The scheduler with a fake engine: integers only."""
 
+from collections.abc import Sequence
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfer.engines.builtin.blocks import BlockPool
-from trainfer.engines.builtin.scheduler import DecodeStep, PrefillStep, Scheduler
+from trainfer.engines.builtin.scheduler import DecodeStep, PrefillStep, Scheduler, Tracked
 from trainfer.engines.limits import EngineLimits
+
+
+class Memory:
+    """Each cache row remembers the tokens it was computed from; each pass's logits likewise."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.rows: dict[int, tuple[int, ...]] = {}
+        self.logits: dict[int, tuple[int, ...]] = {}
+
+    def row(self, blocks: Sequence[int], position: int) -> int:
+        return blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+    def prefill(self, step: PrefillStep) -> None:
+        for item in step.passes:
+            for position in range(len(item.token_ids)):
+                self.rows[self.row(item.blocks, position)] = item.token_ids[: position + 1]
+            self.logits[item.key] = item.token_ids
+        for sequence, key in zip(step.sequences, step.keys, strict=True):
+            assert self.logits[key] == tokens_of(sequence)
+
+    def decode(self, step: DecodeStep) -> None:
+        size = self.block_size
+        self.rows.update(
+            {t * size + o: self.rows.get(s * size + o, ()) for s, t in step.copies for o in range(size)}
+        )
+        for sequence in step.sequences:
+            tokens = tokens_of(sequence)
+            self.rows[self.row(sequence.blocks, len(tokens) - 1)] = tokens
+        for sequence in step.sequences:
+            tokens = tokens_of(sequence)
+            for position in range(len(tokens)):
+                assert self.rows[self.row(sequence.blocks, position)] == tokens[: position + 1]
+
+
+def tokens_of(sequence: Tracked) -> tuple[int, ...]:
+    return sequence.prompt_ids + tuple(sequence.sampled_ids)
 
 
 def run(
     prompts: list[tuple[int, ...]], new_tokens: list[int], limits: EngineLimits, num_blocks: int
 ) -> tuple[Scheduler, list[PrefillStep | DecodeStep]]:
-    """Play the engine over a model of memory: each cache row remembers which tokens it was computed from."""
+    """Play the engine; members of a group sample different tokens."""
     scheduler = Scheduler(prompts, limits, num_blocks)
-    size = limits.block_size
-    memory: dict[int, tuple[int, ...]] = {}
-    logits: dict[int, tuple[int, ...]] = {}
+    memory = Memory(limits.block_size)
     steps: list[PrefillStep | DecodeStep] = []
-
-    def row(blocks: list[int] | tuple[int, ...], position: int) -> int:
-        return blocks[position // size] * size + position % size
-
     while not scheduler.is_done:
         step = scheduler.next_step()
         steps.append(step)
         assert len(step.sequences) <= limits.max_num_seqs
         if isinstance(step, PrefillStep):
-            assert sum(len(p.token_ids) for p in step.passes[1:]) <= limits.max_num_batched_tokens
-            for item in step.passes:
-                for position in range(len(item.token_ids)):
-                    memory[row(item.blocks, position)] = item.token_ids[: position + 1]
-                logits[item.key] = item.token_ids
-            for sequence, key in zip(step.sequences, step.keys, strict=True):
-                assert logits[key] == sequence.prompt_ids + tuple(sequence.sampled_ids)
+            assert sum(len(item.token_ids) for item in step.passes[1:]) <= limits.max_num_batched_tokens
+            memory.prefill(step)
         else:
-            copied = {t * size + o: memory.get(s * size + o, ()) for s, t in step.copies for o in range(size)}
-            memory.update(copied)
-            for sequence in step.sequences:
-                tokens = sequence.prompt_ids + tuple(sequence.sampled_ids)
-                memory[row(sequence.blocks, len(tokens) - 1)] = tokens
-            for sequence in step.sequences:
-                tokens = sequence.prompt_ids + tuple(sequence.sampled_ids)
-                for position in range(len(tokens)):
-                    assert memory[row(sequence.blocks, position)] == tokens[: position + 1]
+            memory.decode(step)
         for sequence in step.sequences:
-            # Members of a group sample different tokens.
             sequence.sampled_ids.append(1000 * sequence.index + len(sequence.sampled_ids))
             if len(sequence.sampled_ids) == new_tokens[sequence.index]:
                 scheduler.finish(sequence)
-        logits = {key: tokens for key, tokens in logits.items() if key in scheduler.live_keys}
+        memory.logits = {key: kept for key, kept in memory.logits.items() if key in scheduler.live_keys}
     return scheduler, steps
 
 

@@ -31,6 +31,7 @@ from trainfer.integrations.transformers.tiny import byte_tokenizer, tiny_model
 __all__ = ["byte_tokenizer", "load_model", "load_tokenizer", "save_model", "tiny_model"]
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 @contextlib.contextmanager
@@ -95,6 +96,11 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
         ModelError: The folder holds no tokenizer that loads, or one without an end-of-sequence token.
     """
     path = _model_folder(folder)
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        # Transformers would make up an empty tokenizer of the model's usual class.
+        raise ModelError(
+            f"{path}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json of the model into it"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
