@@ -128,6 +128,8 @@ class Dump:
         Raises:
             DamagedRecordError: its bytes are not whole.
         """
+        if record.blob is None:
+            raise DamagedRecordError(f"row table {record.table} has no bytes")
         data = self.read(rank, record.blob)
         if len(data) != record.slots * ROW_TYPE.itemsize:
             raise DamagedRecordError(

@@ -140,6 +140,8 @@ class TensorRecord(Record, frozen=True, kw_only=True, tag="tensor", tag_field="t
     table: int
     device: str
     requires_grad: bool
+    parts: tuple[tuple[int, int, int], ...] = ()
+    """For a distributed tensor: (dimension, this rank's part, number of parts) of each cut; ``shape`` is the part's."""
     blob: Blob | None = None
     """For tasks tensor and sketch. Records of one identical storage share it."""
     statistics: Statistics | None = None
@@ -156,7 +158,7 @@ class RowsRecord(Record, frozen=True, kw_only=True, tag="rows", tag_field="type"
     call: int
     slots: int
     rows: int
-    blob: Blob
+    blob: Blob | None
 
 
 class RowCounts(Record, frozen=True, kw_only=True):
@@ -232,8 +234,9 @@ class WeightRecord(Record, frozen=True, kw_only=True, tag="weight", tag_field="t
     requires_grad: bool = False
     tied_to: str | None = None
     """An earlier name with the same storage."""
-    sharded: bool = False
-    """True where only this rank's part was fingerprinted."""
+    parts: tuple[tuple[int, int, int], ...] = ()
+    """As in ``TensorRecord``. ``shape`` is then the whole's; the fingerprints of the parts add up, in every
+    16-digit word modulo 2**64, to that of the whole, and their element counts too."""
     blob: Blob | None = None
     """All of it, where full weights were asked for."""
 

@@ -52,6 +52,10 @@ class BlobRef:
         self.blob: Blob | None = None
 
 
+_Entry = tuple[msgspec.Struct | Callable[[], msgspec.Struct], BlobRef | None]
+"""A record, or how to make it when its batch is ready; and where its bytes are."""
+
+
 @dataclass(kw_only=True, slots=True)
 class _Part:
     """Bytes of one tensor within a batch's buffer."""
@@ -69,9 +73,7 @@ class _Batch:
     buffer: np.ndarray | None = None
     used: int = 0
     parts: list[_Part] = field(default_factory=list[_Part])
-    entries: list[tuple[msgspec.Struct, BlobRef | None]] = field(
-        default_factory=list[tuple[msgspec.Struct, BlobRef | None]]
-    )
+    entries: list[_Entry] = field(default_factory=list[_Entry])
     ready: Callable[[], None] | None = None
 
 
@@ -129,10 +131,12 @@ class DumpWriter:
         self._shards: dict[tuple[int, str], ShardWriter] = {}
         self._numbers: dict[tuple[int, str], int] = {}
         self._batch: _Batch | None = None
+        self._ready: Callable[[], None] | None = None
         self._flushed_at = time.monotonic()
         self._queue: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self.failure: str | None = None
         self.bytes_written = 0
+        self.bytes_taken = 0
         self._thread = threading.Thread(target=self._work, name="trainfer-dump", daemon=True)
         self._thread.start()
 
@@ -149,6 +153,7 @@ class DumpWriter:
             batch = self._batch_for(step, pass_name)
         if batch.buffer is None:
             batch.buffer = self._buffers.take(nbytes)
+        self.bytes_taken += nbytes
         start = batch.used
         batch.used += nbytes
         ref = BlobRef()
@@ -166,14 +171,18 @@ class DumpWriter:
         if len(batch.entries) >= _MAX_ENTRIES:
             self.flush()
 
+    def put_later(self, step: int, pass_name: str, make: Callable[[], msgspec.Struct]) -> None:
+        """As ``put``, for a record that can only be made when what was reserved is ready."""
+        self._batch_for(step, pass_name).entries.append((make, None))
+
     def when_ready(self, wait: Callable[[], None]) -> None:
         """Called by the thread before it reads what was reserved since the last flush (copies from a GPU)."""
-        if self._batch is not None:
-            self._batch.ready = wait
+        self._ready = wait
 
     def flush(self) -> None:
         """Hand everything so far to the thread."""
         if self._batch is not None:
+            self._batch.ready, self._ready = self._ready, None
             self._queue.put(self._batch)
             self._batch = None
             self._flushed_at = time.monotonic()
@@ -232,7 +241,9 @@ class DumpWriter:
         for bare, ref in batch.entries:
             if ref is not None and ref.blob is None:
                 continue
-            record = bare if ref is None else msgspec.structs.replace(bare, blob=ref.blob)
+            record = bare if isinstance(bare, msgspec.Struct) else bare()
+            if ref is not None:
+                record = msgspec.structs.replace(record, blob=ref.blob)
             stream = 1 if isinstance(record, SequenceRecord) else 2 if isinstance(record, WeightRecord) else 0
             lines[stream].append(encode_line(record))
         for file, chunk in zip(self._files, lines, strict=True):

@@ -1,0 +1,113 @@
+"""Writes which weights a side computed with: one fingerprint per parameter and buffer, or all of them.
+
+Takes a model; gives weight records. Tied names are told; of a sharded tensor this rank's part is fingerprinted, so that
+the parts of all ranks add up to the whole's. Notices when an optimizer has written in place.
+"""
+# pyright: standard
+# (distributed tensors have partial types)
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainfer.check.dump.records import Role, WeightRecord
+from trainfer.check.dump.tensors import DTYPE_NAMES
+from trainfer.check.dump.writer import DumpWriter
+from trainfer.check.probe.names import named_tensors
+from trainfer.check.probe.sink import TensorSink
+from trainfer.exact.fingerprint import fingerprint, fingerprint_text, partial_fingerprint
+
+
+class WeightWatcher:
+    """Weights of one model, written once per version."""
+
+    def __init__(self, model: nn.Module, writer: DumpWriter, sink: TensorSink, *, full: bool) -> None:
+        self._model = model
+        self._writer = writer
+        self._sink = sink
+        self._full = full
+        self._written_at: int | None = None
+
+    def changed(self) -> bool:
+        """True where some parameter was written in place since the last ``write``."""
+        return self._written_at is not None and self._counters() != self._written_at
+
+    def write(self, *, step: int, version: int) -> None:
+        """Write a record for every parameter and buffer, tied ones under each name."""
+        self._written_at = self._counters()
+        names = named_tensors(self._model)
+        first_names: dict[int, str] = {}
+        for name, tensor in [
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
+        ]:
+            module, local = names[name]
+            full_name = f"{module}.{local}" if module else local
+            tied_to = first_names.get(id(tensor))
+            first_names.setdefault(id(tensor), full_name)
+            self._write_one(full_name, module, tensor, tied_to, step=step, version=version)
+        self._writer.flush()
+
+    def _write_one(
+        self, name: str, module: str, tensor: Tensor, tied_to: str | None, *, step: int, version: int
+    ) -> None:
+        dtype = DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None or tensor.is_meta:
+            self._sink.problem(f"{name} ({tensor.dtype}) has no fingerprint", module=module)
+            return
+        part, parts, text = _fingerprint(tensor.detach())
+        record = WeightRecord(
+            name=name,
+            module=module,
+            role=Role.PARAMETER if isinstance(tensor, nn.Parameter) else Role.BUFFER,
+            dtype=dtype,
+            shape=tuple(tensor.shape),
+            fingerprint=text,
+            weights_version=version,
+            requires_grad=tensor.requires_grad,
+            tied_to=tied_to,
+            parts=parts,
+        )
+        ref = None
+        if self._full and tied_to is None:
+            ref = self._sink.write_bytes(step, "weights", f"weight.{version}.{name}", dtype, part)
+        self._writer.put(step, "weights", record, ref)
+
+    def _counters(self) -> int:
+        return sum(_local(parameter)._version for parameter in self._model.parameters())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _fingerprint(tensor: Tensor) -> tuple[Tensor, tuple[tuple[int, int, int], ...], str]:
+    """This rank's part, where it lies, and its fingerprint."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (), fingerprint(tensor)
+    part = tensor.to_local()
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or []
+    parts = tuple(
+        (placement.dim, coordinate[axis], mesh.size(axis))
+        for axis, placement in enumerate(tensor.placements)
+        if isinstance(placement, Shard) and mesh.size(axis) > 1
+    )
+    if not parts:
+        return part, (), fingerprint(part)
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    sums = _partial_sums(part, tuple(tensor.shape), tuple(offset), 0)
+    return part, parts, fingerprint_text(part.dtype, part.numel(), sums)
+
+
+def _partial_sums(part: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], start: int) -> Tensor:
+    """Sums of a block that begins at ``offset`` of a whole of this shape, whose element 0 is number ``start``."""
+    inner = math.prod(shape[1:])
+    if tuple(part.shape[1:]) == shape[1:]:
+        return partial_fingerprint(part, start + offset[0] * inner)
+    total = torch.zeros(2, dtype=torch.int64, device=part.device)
+    for index in range(part.shape[0]):
+        total += _partial_sums(part[index], shape[1:], offset[1:], start + (offset[0] + index) * inner)
+    return total
