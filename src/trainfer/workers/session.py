@@ -212,6 +212,9 @@ def _open_journal(
     folder: RunFolder, checkpoints: CheckpointStore, inputs: Inputs, steps_done: int, proof: SyncProof
 ) -> Journal:
     trainer = inputs.config.trainer
+    if trainer.resume_mode == "resume_path":
+        # Later checkpoints have no metrics any more, so a later `auto` must not find them.
+        checkpoints.set_aside_after(steps_done)
     remove_rollouts_after(folder.rollouts, steps_done)
     metrics = MetricsLog(folder.metrics, resumed_step=steps_done)
     folder.record_start(

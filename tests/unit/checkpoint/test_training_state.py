@@ -2,6 +2,7 @@ import json
 import random
 import resource
 import signal
+import subprocess
 
 import numpy as np
 import pytest
@@ -252,4 +253,34 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_a_clear_warning(tmp_path, c
         signal.signal(signal.SIGXFSZ, handler)
     assert "step 2 was not written" in caplog.text
     assert [path.name for path in store.folder.iterdir()] == ["global_step_1"]
+    load_training_state(store.newest().folder / "actor", *make())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("cannot mount a small file system here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_file_system_that_fills_up_keeps_what_was_whole(small_disk, caplog):
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    store = CheckpointStore(small_disk / "checkpoints", keep=None)
+    saved_steps = 0
+    while store.save(
+        saved_steps + 1,
+        lambda folder: save_training_state(folder / "actor", model, optimizer, {}),
+        required=False,
+    ):
+        saved_steps += 1
+    assert saved_steps >= 1
+    assert "No space left on device" in caplog.text
+    assert "0.00 GB are free there" in caplog.text
+    assert store.newest().step == saved_steps
+    assert len(list(store.folder.iterdir())) == saved_steps
     load_training_state(store.newest().folder / "actor", *make())

@@ -3,7 +3,6 @@ import math
 
 import pytest
 
-from trainfer.errors import RunFolderError
 from trainfer.train.journal.rollouts import (
     RolloutRecord,
     remove_rollouts_after,
@@ -79,7 +78,7 @@ def test_resuming_cuts_later_steps_and_nothing_else(tmp_path):
     assert list(rollout_steps(folder)) == [1, 2]
 
 
-def test_an_unwritable_folder_is_named(tmp_path):
+def test_an_unwritable_folder_is_a_warning_and_training_goes_on(tmp_path, caplog):
     (tmp_path / "rollouts").write_text("a file")
-    with pytest.raises(RunFolderError, match="rollouts"):
-        write_rollouts(tmp_path / "rollouts", 1, [record()])
+    assert write_rollouts(tmp_path / "rollouts", 1, [record()]) is None
+    assert "1.jsonl was not written" in caplog.text

@@ -124,8 +124,11 @@ class RunFolder:
             "versions": _versions(),
             **details,
         }
-        with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            logger.warning("%s cannot be written (%s).", self.path / "starts.jsonl", error.strerror)
 
     def close(self) -> None:
         """Give the folder free for another process."""

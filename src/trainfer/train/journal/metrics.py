@@ -124,7 +124,10 @@ class MetricsLog:
     def sync(self) -> None:
         """Force everything to disk: called before a checkpoint, so that no checkpoint is ahead of its metrics."""
         self._write_pending()
-        os.fsync(self._descriptor)
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            logger.warning("%s cannot be forced to disk (%s); training goes on.", self.path, error)
 
     def close(self) -> None:
         """Write what waits, force it to disk, close."""

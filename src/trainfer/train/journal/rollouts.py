@@ -5,15 +5,17 @@ Non-finite floats are the strings ``nan``, ``inf``, ``-inf`` here: a list of log
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainfer.errors import RunFolderError
 from trainfer.train.journal.atomic import write_atomically
 from trainfer.types import SampledSequence
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(?:validation_)?(\d{1,12})\.jsonl")
 
@@ -32,20 +34,19 @@ class RolloutRecord:
 
 def write_rollouts(
     folder: Path, step: int, records: Iterable[RolloutRecord], *, validation: bool = False
-) -> Path:
-    """Write ``STEP.jsonl`` (validation: ``validation_STEP.jsonl``) in ``folder``.
+) -> Path | None:
+    """Write ``STEP.jsonl`` (validation: ``validation_STEP.jsonl``) in ``folder`` and return its path.
 
-    Raises:
-        RunFolderError: it cannot be written; nothing half-written stays.
+    A full disk or an unwritable folder is a warning: rollouts are a log, and no run should die of its log.
+    Nothing half-written stays, and None is returned.
     """
     path = folder / f"{'validation_' if validation else ''}{step}.jsonl"
     try:
         folder.mkdir(exist_ok=True)
         write_atomically(path, (_line(step, record) for record in records))
     except OSError as error:
-        raise RunFolderError(
-            f"Cannot write {path}: {error.strerror}. Free space there or leave rollouts out."
-        ) from error
+        logger.warning("%s was not written (%s); training goes on.", path, error.strerror)
+        return None
     return path
 
 
