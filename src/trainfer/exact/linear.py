@@ -32,7 +32,9 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (gradient,) = grad_outputs
         rows, weight = ctx.saved_tensors
         for_rows, for_weight, for_bias = ctx.needs_input_grad

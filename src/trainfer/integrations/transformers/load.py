@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from trainfer.errors import ModelError
 from trainfer.exact.attention import ATTENTION_NAME
+from trainfer.exact.linear import route_linears
 from trainfer.integrations.transformers.register import register_attention
 from trainfer.integrations.transformers.tiny import byte_tokenizer, tiny_model
 
@@ -58,7 +59,8 @@ def load_model(
         folder: A Transformers folder with safetensors.
         dtype: Parameters are converted to it.
         device: Where the parameters go.
-        attention: ``"trainfer"``, or a stock implementation such as ``"sdpa"`` for a reference.
+        attention: ``"trainfer"`` (our attention and linears), or a stock implementation such as ``"sdpa"`` for a
+            reference that computes as Transformers does.
 
     Raises:
         ModelError: The folder is missing or damaged, or its architecture is not a causal LM that
@@ -86,6 +88,8 @@ def load_model(
     assert isinstance(model, PreTrainedModel)
     _check_weight_names(path, info)
     nn.Module.to(model, device)
+    if attention == ATTENTION_NAME:
+        route_linears(model)
     return model.eval()
 
 

@@ -18,6 +18,7 @@ from transformers import (
 
 from trainfer.errors import ModelError
 from trainfer.exact.attention import ATTENTION_NAME
+from trainfer.exact.linear import route_linears
 from trainfer.integrations.transformers.register import register_attention
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "gpt2")
@@ -78,6 +79,7 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    route_linears(model)
     return model.eval()
 
 
