@@ -27,6 +27,7 @@ class Verb:
 
 
 VERBS: Mapping[str, Verb] = {
+    "plan": Verb(module="trainfer.cli.plan", summary="Say what the batch sizes become and what breaks."),
     "train": Verb(module="trainfer.cli.train", summary="Train by GRPO: CONFIG.yaml [OVERRIDES…]."),
     "eval": Verb(module="trainfer.cli.eval", summary="Score the validation set: CONFIG.yaml [OVERRIDES…]."),
     "generate": Verb(module="trainfer.cli.generate", summary="Sample responses to prompts of your own."),

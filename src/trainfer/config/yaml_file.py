@@ -79,8 +79,10 @@ def yaml_line(value: object) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def read_yaml(path: Path) -> list[YamlLeaf]:
+def read_yaml(path: Path, *, dotted_keys: bool = False) -> list[YamlLeaf]:
     """The leaves of a YAML file whose top is a mapping.
+
+    With ``dotted_keys`` a key ``a.b`` means ``b`` below ``a``; without, it is refused.
 
     Raises ConfigError, naming file and line, for a file that is missing, not a regular file, too large,
     not UTF-8, not YAML, not a mapping, nested or expanded too far, or that gives a key twice.
@@ -98,7 +100,8 @@ def read_yaml(path: Path) -> list[YamlLeaf]:
                 f"{path}:{_line(node)}: the top of the file is not a mapping but {_kind(node)}. "
                 "Expected lines such as `data:` with keys below."
             )
-        return list(_Walk(path=path, loader=loader).leaves(node, prefix="", depth=0))
+        walk = _Walk(path=path, loader=loader, dotted_keys=dotted_keys)
+        return list(walk.leaves(node, prefix="", depth=0))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -133,8 +136,9 @@ def _read_text(path: Path) -> str:
 class _Walk:
     """Walks a node graph as a tree, counting what aliases expand to."""
 
-    def __init__(self, *, path: Path, loader: yaml.SafeLoader):
+    def __init__(self, *, path: Path, loader: yaml.SafeLoader, dotted_keys: bool = False):
         self._path = path
+        self._dotted_keys = dotted_keys
         self._loader = loader
         self._num_nodes = 0
 
@@ -184,7 +188,7 @@ class _Walk:
         if not isinstance(value, str) or not value:
             shown = node.value if isinstance(node, yaml.ScalarNode) else _kind(node)
             raise ConfigError(f"{self._at(node)}: the key {shown!r} is not text. Put quotes around it.")
-        if "." in value:
+        if "." in value and not (self._dotted_keys and all(value.split("."))):
             raise ConfigError(
                 f"{self._at(node)}: the key {value!r} holds a dot. In YAML write one level below the other; "
                 "dotted keys are for overrides on the command line."

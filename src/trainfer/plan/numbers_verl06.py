@@ -77,6 +77,8 @@ def _forwards(asked: Asked, *, dynamic: bool, size: str, overall: str, tokens: s
 
 def _accumulation(asked: Asked) -> Number:
     rows = mini_rows(asked)
+    if not rows:
+        return None
     if asked.flag(keys.DYNAMIC):
         budget = asked.count(keys.TOKENS, 16384) * sequence_parallel(asked)
         return _micro_batches(min(rows, rows_per_rank(asked)), budget, longest(asked))

@@ -109,6 +109,11 @@ def divisors(number: int, *, limit: int = 24) -> str:
     return ", ".join(map(str, found))
 
 
+def many(number: int, thing: str) -> str:
+    """``1 GPU``, ``6 GPUs``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 def ceil_div(number: int, divisor: int) -> int:
     """Rounded up."""
     return -(-number // divisor)

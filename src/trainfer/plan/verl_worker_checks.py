@@ -12,6 +12,7 @@ from trainfer.plan.verl_sizes import (
     error,
     gpus,
     is_megatron,
+    many,
     model_parallel,
     sequence_parallel,
     warning,
@@ -29,8 +30,8 @@ def _world_holds_whole_engines(asked: Asked) -> Iterator[Problem]:
             keys.TP,
             keys.ROLLOUT_DP,
             keys.ROLLOUT_PP,
-            message=f"{world} GPUs are not whole rollout engines of {engine} GPUs: {asked.named(keys.TP)}{times}. "
-            f"An engine may have {divisors(world)} GPUs.",
+            message=f"rollout engines of {engine} GPUs do not fill {many(world, 'GPU')}: {asked.named(keys.TP)}{times}. "
+            f"Allowed GPUs per engine: {divisors(world)}.",
             upstream=f"rollout world_size: {world} is not divisible by infer_world_size: {engine}",
         )
 

@@ -1,0 +1,190 @@
+"""Reads what ``trainfer plan`` is pointed at into a question: a YAML file, a launch script, overrides, or none.
+
+Nothing is executed and nothing is written. A model folder's ``config.json`` is looked at for its
+attention heads where it is at hand.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from trainfer.config.launch_script import Launch, LaunchWord, read_launch_script
+from trainfer.config.overrides import OverrideKind, parse_overrides
+from trainfer.config.settings import OVERRIDE, Settings
+from trainfer.config.yaml_file import read_yaml
+from trainfer.errors import ConfigError
+from trainfer.plan import keys
+from trainfer.plan.question import Entry, NotStatic, Question
+
+MAX_CONFIG_BYTES = 1024 * 1024
+_YAML_ENDINGS = (".yaml", ".yml", ".json")
+_OPTIONS_WITH_VALUE = ("--config-path", "--config-name", "--config-dir", "--package", "-cn", "-cp", "-cd")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """Attention heads of the model, for sequence parallelism."""
+
+    query: int | None = None
+    key_value: int | None = None
+
+
+def read_question(
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    variables: Mapping[str, str],
+    heads: Heads | None = None,
+) -> Question:
+    """Read an input.
+
+    Args:
+        path: A YAML file or a launch script; None for overrides on the defaults.
+        overrides: In Hydra's grammar; for a script they are its ``"$@"``.
+        variables: The environment, ``--env`` included.
+        heads: Given heads beat those of a model folder.
+
+    Raises:
+        ConfigError: unreadable input, or an override that is not of the grammar.
+    """
+    parsed = [Entry.of(override, source=OVERRIDE) for override in parse_overrides(overrides)]
+    if path is None:
+        question = Question(entries=parsed, environment=variables, variables=variables)
+    elif is_yaml(path):
+        question = Question(
+            entries=[*_yaml_entries(path), *parsed], environment=variables, variables=variables
+        )
+    else:
+        question = _script_question(path, overrides, variables)
+    if heads is None or heads.query is None:
+        found = _model_heads(question, path)
+        heads = Heads(
+            query=found.query, key_value=None if heads is None else heads.key_value or found.key_value
+        )
+        heads = found if heads.key_value is None else heads
+    return replace(question, attention_heads=heads.query, key_value_heads=heads.key_value)
+
+
+def question_of_settings(settings: Settings, *, variables: Mapping[str, str]) -> Question:
+    """The question that a loaded training configuration asks; every value that somebody set."""
+    entries = [
+        Entry(key=key, value=setting.value, source=setting.source, from_command=False)
+        for key, setting in settings.given().items()
+    ]
+    return Question(entries=entries, environment=variables, variables=variables)
+
+
+def is_yaml(path: Path) -> bool:
+    """By its ending; any other file is a launch script."""
+    return path.suffix.lower() in _YAML_ENDINGS
+
+
+def _yaml_entries(path: Path) -> Iterator[Entry]:
+    for leaf in read_yaml(path, dotted_keys=True):
+        yield Entry(key=leaf.key, value=leaf.value, source=f"{path}:{leaf.line}", from_command=False)
+
+
+def _script_question(path: Path, overrides: Sequence[str], variables: Mapping[str, str]) -> Question:
+    script = read_launch_script(path, arguments=overrides, variables=variables)
+    launch, notes = script.launch, list(script.notes)
+    words, megatron = _without_options(launch)
+    entries: list[Entry] = []
+    if launch.program == "trainfer":
+        words = list(words)
+        entries += _config_of_train(path, words, notes)
+    for word in words:
+        source = OVERRIDE if word.is_argument else f"{path}:{word.line}"
+        entry = _entry(word, source, notes)
+        if entry is None:
+            continue
+        if entry.key == "model_engine":
+            megatron = megatron or entry.value == "megatron"
+        else:
+            entries.append(entry)
+    return Question(
+        entries=entries,
+        environment=launch.environment,
+        variables=launch.environment,
+        notes=notes,
+        megatron=megatron,
+    )
+
+
+def _without_options(launch: Launch) -> tuple[Sequence[LaunchWord], bool]:
+    """Words that are no options of Hydra's, and whether a Megatron configuration is named."""
+    words: list[LaunchWord] = []
+    megatron = skip = False
+    for word in launch.words:
+        if skip or word.text.startswith("-"):
+            megatron = megatron or "megatron" in word.text
+            skip = not skip and word.text in _OPTIONS_WITH_VALUE
+        elif word.text:
+            words.append(word)
+    return words, megatron
+
+
+def _config_of_train(path: Path, words: list[LaunchWord], notes: list[str]) -> list[Entry]:
+    """Entries of the YAML file that ``trainfer train`` is given; relative to here, else to the script."""
+    if not words or "=" in words[0].text:
+        return []
+    named = words.pop(0)
+    for candidate in (Path(named.text), path.parent / named.text):
+        if named.unknown is None and candidate.is_file():
+            return list(_yaml_entries(candidate))
+    notes.append(f"{path}:{named.line}: {named.text} is not at hand; its values are not known")
+    return []
+
+
+def _entry(word: LaunchWord, source: str, notes: list[str]) -> Entry | None:
+    name, equals, _ = word.text.partition("=")
+    bare = name.lstrip("+~")
+    if "\N{REPLACEMENT CHARACTER}" in name or (word.unknown is not None and not equals):
+        notes.append(f"{source}: an argument is not known: {word.unknown}")
+        return None
+    if word.unknown is not None:
+        kind = OverrideKind.FORCE_ADD if name.startswith("+") else OverrideKind.CHANGE
+        return Entry(key=bare, value=NotStatic(why=word.unknown), source=source, kind=kind)
+    if "@" in bare or "/" in bare:
+        notes.append(f"{source}: the configuration group {bare[:80]} is not followed")
+        return None
+    try:
+        return Entry.of(parse_overrides([word.text])[0], source=source)
+    except ConfigError as error:
+        notes.append(f"{source}: {error}")
+        return None
+
+
+def _model_heads(question: Question, path: Path | None) -> Heads:
+    """From the model folder's ``config.json``, where there is one that can be read."""
+    folder = next((e.value for e in reversed(question.entries) if e.key == keys.MODEL_PATH), None)
+    if not isinstance(folder, str) or not folder or "\0" in folder or len(folder) > 1024:
+        return Heads()
+    places = [Path(folder)] if path is None else [Path(folder), path.parent / folder]
+    for place in places:
+        found = _heads_in(place / "config.json")
+        if found is not None:
+            return found
+    return Heads()
+
+
+def _heads_in(file: Path) -> Heads | None:
+    try:
+        if not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
+            return None
+        document: object = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict):
+        return None
+    config = cast("dict[str, object]", document)
+    inner = config.get("text_config")
+    if "num_attention_heads" not in config and isinstance(inner, dict):
+        config = cast("dict[str, object]", inner)
+    query, key_value = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    return Heads(query=_count(query), key_value=_count(key_value))
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
