@@ -30,6 +30,8 @@ def _processes(config: TrainConfig, plan: StepPlan) -> Iterator[str]:
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and trainer.nnodes={trainer.nnodes} ask for "
             f"{plan.num_ranks} ranks, but the group of workers in one process has one; set both to 1."
         )
+    if trainer.val_only:
+        yield "trainer.val_only=true: validating alone is `trainfer eval CONFIG.yaml`; set it to false to train."
     capture = config.trainfer.consistency
     if capture.steps or capture.every:
         yield (

@@ -87,6 +87,7 @@ def warmed_up_model(
             seed=warmup.seed,
         )
         warm_up(model, examples, settings, on_step=on_step)
+    folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".making-{MODEL_FOLDER}"
     shutil.rmtree(partial, ignore_errors=True)
     save_model(model, partial, tokenizer=tokenizer)

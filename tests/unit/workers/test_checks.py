@@ -1,0 +1,42 @@
+import pytest
+from worker_cases import planned
+
+from trainfer.errors import ConfigError
+from trainfer.workers.checks import check_honoured
+
+CORRECTION = "algorithm.rollout_correction"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_a_plain_configuration_passes():
+    check_honoured(*planned())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("trainer.n_gpus_per_node=2",), "one process has one"),
+        (("trainer.val_only=true",), "trainfer eval"),
+        (("trainfer.consistency.every=5",), "consistency"),
+        (
+            (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2"),
+            "rollout_rs=token_k1",
+        ),
+        ((f"{CORRECTION}.loss_type=reinforce",), "use ppo_clip"),
+        ((f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"), "would be 1"),
+        ((f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold='3_2'"), "ascending pair"),
+        ((f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.top_p=0.9"), "filtered"),
+        ((f"{ROLLOUT}.name=scripted",), "scripted_responses"),
+        (("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"), "use fixed"),
+        (("algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"), "choose one"),
+    ],
+)
+def test_what_one_process_cannot_do_is_refused_with_the_remedy(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        check_honoured(*planned(*overrides))
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        check_honoured(*planned("trainer.val_only=true", f"{CORRECTION}.loss_type=reinforce"))
+    assert len(str(caught.value).splitlines()) == 2
