@@ -251,11 +251,18 @@ def _commands(run: NextSteps, *, finished: bool, has_checkpoint: bool) -> list[t
     commands = [(f"trainfer report {folder}", "curves and samples in one HTML file")]
     if has_checkpoint:
         commands.append((f"trainfer eval {config}", "score the validation set"))
-        commands.append((f"trainfer export {folder} {folder}/model", "a folder for Transformers and vLLM"))
+        commands.append((f"trainfer export {folder} {folder}/exported", "a folder for Transformers and vLLM"))
     if run.tensorboard:
         commands.append((f"tensorboard --logdir {folder}/tensorboard", "every metric"))
     if finished:
-        commands.append((f"{run.train_command} trainer.total_training_steps={2 * run.total}", "train on"))
+        commands.append((_longer(run.train_command, 2 * run.total), "train on"))
     else:
         commands.append((run.train_command, "resume from the newest checkpoint"))
     return commands
+
+
+def _longer(train_command: str, total: int) -> str:
+    """The same command with another number of steps."""
+    key = "trainer.total_training_steps="
+    words = [word for word in shlex.split(train_command) if not word.lstrip("+").startswith(key)]
+    return shlex.join([*words, f"{key}{total}"])

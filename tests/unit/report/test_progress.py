@@ -2,7 +2,7 @@ import io
 import logging
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -150,6 +150,13 @@ def test_a_stopped_run_says_how_to_resume(tmp_path):
     assert "none (trainer.save_freq)" in text
     assert "trainfer train a.yaml   " in text
     assert "trainfer export" not in text
+
+
+def test_the_longer_run_names_its_number_of_steps_once(tmp_path):
+    run = finished(tmp_path, 8, total=8)
+    command = "trainfer train a.yaml trainer.total_training_steps=8 'data.train_files=[a b]'"
+    text = closing_summary(replace(run, train_command=command))
+    assert "  trainfer train a.yaml 'data.train_files=[a b]' trainer.total_training_steps=16 " in text
 
 
 def test_a_run_without_a_step_says_so(tmp_path):
