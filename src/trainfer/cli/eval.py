@@ -79,12 +79,13 @@ def command(config: Path, overrides: tuple[str, ...], *, checkpoint: str | None,
 def evaluate(inputs: "Inputs", model_folder: Path) -> "tuple[RolloutRecord, ...]":
     """Sample and score every validation prompt with the model of a folder."""
     from trainfer.integrations.transformers.generation import stop_token_ids
-    from trainfer.workers.build import build_engine
+    from trainfer.workers.build import DTYPES, build_engine
     from trainfer.workers.rollout import RolloutWorker
     from trainfer.workers.settings import validation_sampling
     from trainfer.workers.validation import validate
 
-    rollout = RolloutWorker(build_engine(inputs, model_folder))
+    dtype = DTYPES[inputs.config.actor_rollout_ref.rollout.dtype]
+    rollout = RolloutWorker(build_engine(inputs, model_folder, dtype))
     stops = stop_token_ids(model_folder, inputs.tokenizer)
     try:
         return validate(inputs, rollout, validation_sampling(inputs.config, stop_token_ids=stops))

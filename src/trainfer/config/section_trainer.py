@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from trainfer.config.fields import Count, CountOrAll, CountOrZero, NonNegative, Positive, Section, Text
+from trainfer.config.fields import Count, CountOrAll, NonNegative, Positive, Section, Text
 
 LoggerName = Literal["console", "file", "tensorboard", "wandb", "trackio"]
 
@@ -148,9 +148,6 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     balance_batch: Annotated[
         bool, Meta(description="Give every rank about the same number of tokens; changes no gradient.")
     ] = True
-    log_val_generations: Annotated[
-        CountOrZero, Meta(description="Validation responses shown in the loggers per validation.")
-    ] = 0
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         Meta(description="Where ranks run. auto: cuda where there is a GPU (verl: cuda)."),

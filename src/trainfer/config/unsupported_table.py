@@ -204,6 +204,7 @@ _TRAINER_KEYS = (
     entry("trainer.v1.trainer_mode", "a step waits for its own rollouts; only sync is honoured.", ("sync",)),
     entry("trainer.v1.*", "belongs to trainers of verl's; remove the section."),
     entry("trainer.use_legacy_worker_impl", "names workers of verl's; leave it out.", ("auto",)),
+    entry("trainer.log_val_generations", "validation responses are written to the run folder instead.", OFF),
     entry(
         "trainer.rollout_data_dir",
         "rollouts are always written to rollouts/STEP.jsonl in the run folder.",

@@ -214,7 +214,7 @@ def test_the_same_file_from_another_folder_keeps_its_relative_name(minimal, monk
     assert load_config(Path("run.yaml"), []).settings["data.train_files"].source == "run.yaml:2"
 
 
-@hypothesis_settings(deadline=None, max_examples=150)
+@hypothesis_settings(deadline=None, max_examples=40)
 @given(
     text=st.text(min_size=1, max_size=12)
     | st.sampled_from(["1e-3", "on", "null", "~", "2024-01-01", "0x1", ".5", "1_0"])
