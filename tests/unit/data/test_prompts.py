@@ -9,8 +9,11 @@ import jinja2
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from trainfer.errors import DataError, ModelError
+from trainfer.integrations.transformers.tiny import byte_tokenizer
 from trainfer.train.data.gsm8k import convert
 from trainfer.train.data.gsm8k import main as convert_main
 from trainfer.train.data.prompts import load_prompts, truncate
@@ -166,6 +169,41 @@ def test_chat_template_arguments_arrive(tmp_path):
         chat_template_kwargs={"enable_thinking": False},
     )
     assert tokenizer.seen_kwargs == [{"enable_thinking": False}]
+
+
+def test_a_transformers_tokenizer_applies_its_template_with_the_generation_prompt(tmp_path):
+    tokenizer = byte_tokenizer()
+    (prompt,) = load_prompts([write(tmp_path, [GOOD])], tokenizer, max_prompt_length=99).prompts
+    text = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+    assert text == f"<|user|>{GOOD['prompt'][0]['content']}<|end|><|assistant|>"
+    tokenizer.chat_template = None
+    with pytest.raises(ModelError, match="custom_chat_template"):
+        load_prompts([write(tmp_path, [GOOD])], tokenizer, max_prompt_length=99)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(sorted(GOOD)), JSON, min_size=1))
+def test_any_json_in_any_column_is_a_prompt_or_one_clear_error(tmp_path, changes):
+    path = write(tmp_path, [row(**changes)], "fuzz.jsonl")
+    message = ""
+    try:
+        table = load(path)
+    except DataError as error:
+        message = str(error)
+    else:
+        assert len(table.prompts) == 1
+    assert not message or f"{path}, row 0, column " in message
 
 
 def test_a_tokenizer_without_template_names_the_remedy(tmp_path):

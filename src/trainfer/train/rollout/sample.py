@@ -28,8 +28,8 @@ class Purpose(enum.Enum):
 class Decoder(Protocol):
     """What is asked of a tokenizer here; a Transformers tokenizer has it."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Text of the tokens."""
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str | list[str]:
+        """Text of the tokens; one text for one flat list."""
         ...
 
 
@@ -108,6 +108,8 @@ def collect(plan: RolloutPlan, completions: Sequence[Completion], decoder: Decod
     for position, (request, completion) in enumerate(zip(plan.requests, completions, strict=True)):
         _check_answer(request, completion)
         group, sample_index = divmod(position, plan.samples_per_prompt)
+        text = decoder.decode(list(completion.token_ids), skip_special_tokens=True)
+        assert isinstance(text, str), "one list of tokens decodes to one text"
         sequences.append(
             SampledSequence(
                 prompt=plan.prompts[group],
@@ -116,7 +118,7 @@ def collect(plan: RolloutPlan, completions: Sequence[Completion], decoder: Decod
                 seed=request.seed,
                 sampling=request.sampling,
                 response_ids=completion.token_ids,
-                response_text=decoder.decode(list(completion.token_ids), skip_special_tokens=True),
+                response_text=text,
                 rollout_logprobs=completion.logprobs,
                 finish_reason=completion.finish_reason,
                 weights_version=completion.weights_version,
