@@ -60,6 +60,14 @@ def test_a_request_beyond_the_cache_is_refused():
     assert len(engine.generate([request((5,) * 28)])[0].token_ids) == 4
 
 
+def test_the_cache_holds_whole_blocks_only():
+    limits = EngineLimits(cache_tokens=32, block_size=7)
+    engine = make_engine("builtin", model=tiny_model("qwen2"), limits=limits)
+    with pytest.raises(EngineError, match="needs 29 tokens of cache, there are 28"):
+        engine.generate([request((5,) * 25)])
+    assert len(engine.generate([request((5,) * 24)])[0].token_ids) == 4
+
+
 @pytest.mark.parametrize("name", ["builtin", "hf"])
 @pytest.mark.parametrize("vocab_size", [261, 10_000])
 def test_logits_that_are_not_finite_are_an_error_not_a_token(name, vocab_size):
@@ -109,10 +117,13 @@ def test_stale_keys_that_are_not_finite_do_not_outlive_their_weights():
 def test_generating_leaves_mode_attention_and_weights_as_they_were():
     for name in ("builtin", "hf"):
         model = tiny_model("llama").train()
+        model.model.layers[0].eval()
         before = {key: fingerprint(tensor) for key, tensor in model.state_dict().items()}
         engine = make_engine(name, model=model)
         engine.generate([request()])
         assert model.training
+        assert model.model.layers[1].mlp.training
+        assert not model.model.layers[0].mlp.training
         assert model.config._attn_implementation == "trainfer"
         assert {key: fingerprint(tensor) for key, tensor in model.state_dict().items()} == before
 

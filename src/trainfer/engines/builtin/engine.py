@@ -18,6 +18,7 @@ from trainfer.engines.builtin.call import GenerateCall
 from trainfer.engines.builtin.kv_cache import PagedCache
 from trainfer.engines.builtin.scheduler import PrefillStep, Scheduler
 from trainfer.engines.limits import EngineLimits
+from trainfer.engines.module_mode import evaluating
 from trainfer.engines.module_weights import copy_weights, fingerprints
 from trainfer.engines.requests import check_requests
 from trainfer.errors import EngineError
@@ -104,17 +105,12 @@ class BuiltinEngine:
             requests,
             vocab_size=self._config.vocab_size,
             max_positions=self._config.max_position_embeddings,
-            cache_tokens=self._limits.cache_tokens,
+            cache_tokens=self._cache_tokens(),
         )
         if not requests:
             return []
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                return self._run(requests, on_tokens)
-        finally:
-            self._model.train(was_training)
+        with evaluating(self._model), torch.no_grad():
+            return self._run(requests, on_tokens)
 
     def _run(
         self, requests: Sequence[GenerationRequest], on_tokens: Callable[[int], None] | None
@@ -135,10 +131,16 @@ class BuiltinEngine:
         self.num_preemptions = scheduler.num_preemptions
         return [call.completion(index, self._weights_version) for index in range(len(requests))]
 
+    def _cache_tokens(self) -> int | None:
+        """The limit in whole blocks."""
+        limit, size = self._limits.cache_tokens, self._limits.block_size
+        return None if limit is None else limit // size * size
+
     def _num_blocks(self, requests: Sequence[GenerationRequest]) -> int:
         size = self._limits.block_size
-        if self._limits.cache_tokens is not None:
-            return max(1, self._limits.cache_tokens // size)
+        cache_tokens = self._cache_tokens()
+        if cache_tokens is not None:
+            return cache_tokens // size
         needs = sorted(
             (-(-(len(r.prompt_ids) + r.sampling.max_new_tokens) // size) for r in requests), reverse=True
         )

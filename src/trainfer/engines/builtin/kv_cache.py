@@ -20,7 +20,7 @@ from trainfer.exact.attention import AttentionForm, decode_attention, round_up, 
 from trainfer.exact.packed import ROW_MULTIPLE, PackedPlan
 
 WINDOW_STEP = 64
-"""Key length of a window grows by this many tokens at a time."""
+"""Key length of a window grows by at least this many tokens at a time."""
 
 
 class PagedCache:
@@ -82,10 +82,10 @@ class DecodeWindow:
         self._values: dict[int, Tensor] = {}
 
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` keys a slot; what is there stays."""
+        """Make room for ``length`` keys a slot and some more; what is there stays."""
         if length <= self.capacity:
             return
-        capacity = safe_key_length(round_up(length, WINDOW_STEP))
+        capacity = safe_key_length(round_up(length + WINDOW_STEP, WINDOW_STEP))
         for pools in (self._keys, self._values):
             for layer, old in pools.items():
                 grown = old.new_zeros(old.shape[0], capacity, *old.shape[2:])

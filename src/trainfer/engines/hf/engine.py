@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from trainfer.engines.limits import EngineLimits
+from trainfer.engines.module_mode import evaluating
 from trainfer.engines.module_weights import copy_weights, fingerprints
 from trainfer.engines.requests import check_requests
 from trainfer.errors import EngineError
@@ -144,7 +145,7 @@ class HfEngine:
         for index, request in enumerate(requests):
             by_sampling.setdefault(request.sampling, []).append(index)
         completions: dict[int, Completion] = {}
-        with _reference(self._model), torch.no_grad():
+        with evaluating(self._model), _reference(self._model), torch.no_grad():
             for members in by_sampling.values():
                 for begin in range(0, len(members), self._limits.max_num_seqs):
                     batch = members[begin : begin + self._limits.max_num_seqs]
@@ -198,14 +199,9 @@ class HfEngine:
 
 @contextlib.contextmanager
 def _reference(model: PreTrainedModel) -> Iterator[None]:
-    """Eval mode, stock attention, and none of the folder's generation defaults, restored afterwards."""
-    was_training, attention, defaults = (
-        model.training,
-        model.config._attn_implementation,
-        model.generation_config,
-    )
+    """Stock attention and none of the folder's generation defaults, restored afterwards."""
+    attention, defaults = model.config._attn_implementation, model.generation_config
     assert attention is not None, "from_pretrained and from_config always set one"
-    model.eval()
     model.set_attn_implementation("sdpa")
     model.generation_config = GenerationConfig()
     try:
@@ -213,4 +209,3 @@ def _reference(model: PreTrainedModel) -> Iterator[None]:
     finally:
         model.generation_config = defaults
         model.set_attn_implementation(attention)
-        model.train(was_training)
