@@ -13,7 +13,7 @@ import click
 
 from trainfer.errors import ConfigError
 from trainfer.plan.analyse import analyse
-from trainfer.plan.read import Heads, read_question
+from trainfer.plan.read import read_question
 from trainfer.plan.records import Plan
 from trainfer.plan.rule_sets import Rules
 from trainfer.plan.to_json import plan_document
@@ -61,10 +61,9 @@ def command(
         return
     path, overrides = split_words(words)
     variables = {**os.environ, **_variables(assignments)}
-    given = Heads(query=heads, key_value=kv_heads)
-    plan = analyse(read_question(path, overrides, variables=variables, heads=given), rules)
+    plan = analyse(read_question(path, overrides, variables=variables, heads=heads, kv_heads=kv_heads), rules)
     if other is not None:
-        second = analyse(read_question(other, (), variables=variables, heads=given), rules)
+        second = analyse(read_question(other, (), variables=variables, heads=heads, kv_heads=kv_heads), rules)
         _show_difference(plan, second, as_json=as_json)
     elif as_json:
         click.echo(

@@ -11,9 +11,11 @@ from trainfer.config.settings import DEFAULT, Setting, Settings, SettingsBuilder
 from trainfer.config.verl_defaults import Release, Unresolved, resolved, verl_defaults
 from trainfer.plan import keys
 from trainfer.plan.asked import Asked, known, shown
+from trainfer.plan.memory import estimate
 from trainfer.plan.question import Entry, NotStatic, Question
 from trainfer.plan.records import Plan, Problem, Value, ValueRow
 from trainfer.plan.rule_sets import RULE_SETS, Rules
+from trainfer.plan.shapes import tensors
 from trainfer.plan.suggest import needs_cure, run_rules, suggest
 
 RELEASES: dict[Rules, Release] = {"verl-0.6": "0.6.1", "verl-0.9": "0.9.1"}
@@ -45,6 +47,8 @@ def analyse(question: Question, rules: Rules | None = None) -> Plan:
         derived=rule_set.derived(asked),
         problems=(*structural, *found),
         alignment=rule_set.alignment(asked, _environment(question, values)),
+        tensors=tensors(chosen, asked),
+        memory=estimate(question.model, asked),
         notes=(
             *question.notes,
             *_general_notes(asked, chosen),
@@ -123,8 +127,8 @@ def _asked(values: Mapping[str, object], settings: Settings, question: Question)
         values=plain,
         unknown=frozenset(unknown),
         given=frozenset(key for key in keys.ALL if key in settings and settings[key].source != DEFAULT),
-        attention_heads=question.attention_heads,
-        key_value_heads=question.key_value_heads,
+        attention_heads=None if question.model is None else question.model.heads,
+        key_value_heads=None if question.model is None else question.model.key_value_heads,
     )
 
 

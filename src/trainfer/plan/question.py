@@ -36,6 +36,21 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """Sizes of a decoder-only model, as its ``config.json`` gives them; None where it does not."""
+
+    layers: int | None = None
+    width: int | None = None
+    inner_width: int | None = None
+    """Width inside the feed-forward layer."""
+    heads: int | None = None
+    key_value_heads: int | None = None
+    head_size: int | None = None
+    vocabulary: int | None = None
+    tied_embeddings: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
     """One input, read."""
 
@@ -48,5 +63,5 @@ class Question:
     """What the reader wants said, such as constructs that are not known statically."""
     megatron: bool = False
     """True when the command chooses Megatron's configuration."""
-    attention_heads: int | None = None
-    key_value_heads: int | None = None
+    model: ModelShape | None = None
+    """None where the model's ``config.json`` is not at hand."""

@@ -6,7 +6,7 @@ attention heads where it is at hand.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -16,19 +16,11 @@ from trainfer.config.settings import OVERRIDE, Settings
 from trainfer.config.yaml_file import read_yaml
 from trainfer.errors import ConfigError
 from trainfer.plan import keys
-from trainfer.plan.question import Entry, NotStatic, Question
+from trainfer.plan.question import Entry, ModelShape, NotStatic, Question
 
 MAX_CONFIG_BYTES = 1024 * 1024
 _YAML_ENDINGS = (".yaml", ".yml", ".json")
 _OPTIONS_WITH_VALUE = ("--config-path", "--config-name", "--config-dir", "--package", "-cn", "-cp", "-cd")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Heads:
-    """Attention heads of the model, for sequence parallelism."""
-
-    query: int | None = None
-    key_value: int | None = None
 
 
 def read_question(
@@ -36,7 +28,8 @@ def read_question(
     overrides: Sequence[str],
     *,
     variables: Mapping[str, str],
-    heads: Heads | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
 ) -> Question:
     """Read an input.
 
@@ -44,7 +37,8 @@ def read_question(
         path: A YAML file or a launch script; None for overrides on the defaults.
         overrides: In Hydra's grammar; for a script they are its ``"$@"``.
         variables: The environment, ``--env`` included.
-        heads: Given heads beat those of a model folder.
+        heads: Attention heads; beat those of a model folder, as ``kv_heads`` does.
+        kv_heads: Key-value heads.
 
     Raises:
         ConfigError: unreadable input, or an override that is not of the grammar.
@@ -58,13 +52,11 @@ def read_question(
         )
     else:
         question = _script_question(path, overrides, variables)
-    if heads is None or heads.query is None:
-        found = _model_heads(question, path)
-        heads = Heads(
-            query=found.query, key_value=None if heads is None else heads.key_value or found.key_value
-        )
-        heads = found if heads.key_value is None else heads
-    return replace(question, attention_heads=heads.query, key_value_heads=heads.key_value)
+    model = _model(question, path)
+    if heads is not None or kv_heads is not None:
+        model = model or ModelShape()
+        model = replace(model, heads=heads or model.heads, key_value_heads=kv_heads or model.key_value_heads)
+    return replace(question, model=model)
 
 
 def question_of_settings(settings: Settings, *, variables: Mapping[str, str]) -> Question:
@@ -156,20 +148,20 @@ def _entry(word: LaunchWord, source: str, notes: list[str]) -> Entry | None:
         return None
 
 
-def _model_heads(question: Question, path: Path | None) -> Heads:
+def _model(question: Question, path: Path | None) -> ModelShape | None:
     """From the model folder's ``config.json``, where there is one that can be read."""
     folder = next((e.value for e in reversed(question.entries) if e.key == keys.MODEL_PATH), None)
     if not isinstance(folder, str) or not folder or "\0" in folder or len(folder) > 1024:
-        return Heads()
+        return None
     places = [Path(folder)] if path is None else [Path(folder), path.parent / folder]
     for place in places:
-        found = _heads_in(place / "config.json")
+        found = _shape_in(place / "config.json")
         if found is not None:
             return found
-    return Heads()
+    return None
 
 
-def _heads_in(file: Path) -> Heads | None:
+def _shape_in(file: Path) -> ModelShape | None:
     try:
         if not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
             return None
@@ -182,8 +174,17 @@ def _heads_in(file: Path) -> Heads | None:
     inner = config.get("text_config")
     if "num_attention_heads" not in config and isinstance(inner, dict):
         config = cast("dict[str, object]", inner)
-    query, key_value = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    return Heads(query=_count(query), key_value=_count(key_value))
+    heads, width = _count(config.get("num_attention_heads")), _count(config.get("hidden_size"))
+    return ModelShape(
+        layers=_count(config.get("num_hidden_layers")),
+        width=width,
+        inner_width=_count(config.get("intermediate_size")),
+        heads=heads,
+        key_value_heads=_count(config.get("num_key_value_heads")) or heads,
+        head_size=_count(config.get("head_dim")) or (width // heads if width and heads else None),
+        vocabulary=_count(config.get("vocab_size")),
+        tied_embeddings=config.get("tie_word_embeddings") is True,
+    )
 
 
 def _count(value: object) -> int | None:

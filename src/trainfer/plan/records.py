@@ -151,6 +151,39 @@ class ValueRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TensorShape:
+    """One batch tensor at one stage, under the name that the system gives it."""
+
+    stage: str
+    name: str
+    shape: tuple[str, ...]
+    """Numbers, or ``≤ 16384`` where lengths decide."""
+    layout: str
+    """``padded``, ``nested`` (one length a row) or ``packed`` (one row of tokens)."""
+
+    def __str__(self) -> str:
+        return f"{self.name} [{', '.join(self.shape)}]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPart:
+    """One part of the memory of one GPU."""
+
+    name: str
+    gib: float
+    formula: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """Memory of one GPU, from the model's sizes; see ``plan.memory`` for what it leaves out."""
+
+    parameters: int
+    parts: tuple[MemoryPart, ...]
+    uncertainty: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Everything that ``trainfer plan`` says about one input."""
 
@@ -163,6 +196,8 @@ class Plan:
     derived: Derived
     problems: tuple[Problem, ...]
     alignment: Alignment
+    tensors: tuple[TensorShape, ...]
+    memory: MemoryEstimate | None
     notes: tuple[str, ...]
 
     @property

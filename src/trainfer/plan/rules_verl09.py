@@ -177,8 +177,6 @@ def _log_prob_divides_rows(asked: Asked) -> Iterator[Problem]:
                 "log_prob_batch_not_divisible",
                 "run",
                 key,
-                keys.TRAIN,
-                keys.N,
                 message=f"{what}: a rank's {rows} sequences are not whole batches of {asked.named(key)}; verl finds out "
                 f"after the rollout. Allowed sizes: {divisors(rows)}.",
                 upstream=SPLIT_MESSAGE,

@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from trainfer.plan import keys
 from trainfer.plan.asked import Asked, NotKnown
+from trainfer.plan.construct import constructed
 from trainfer.plan.cures import cures, has_cure
 from trainfer.plan.records import Problem, Value
 
 Rule = Callable[[Asked], Iterator[Problem]]
 Changes = Mapping[str, Value]
 
-MAX_STATES = 60
+MAX_STATES = 120
+MAX_MORE = 60
+"""States looked at after the first suggestion."""
 MAX_KEYS = 5
-SCAN = 2048
+SCAN = 32
 
 _WEIGHTS = {
     keys.TRAIN: 1.1,
@@ -40,6 +43,9 @@ _WEIGHTS = {
 
 _POWERS_OF_TWO = (keys.TP, keys.SP, keys.ROLLOUT_DP)
 """Sizes that usually divide a model's heads only as powers of two."""
+
+_LAST_RESORT = (keys.N,)
+"""Moved only where no other key of a problem cures it."""
 
 
 def run_rules(rules: Sequence[Rule], asked: Asked) -> list[Problem]:
@@ -67,14 +73,15 @@ def suggest(asked: Asked, rules: Sequence[Rule], *, wanted: int = 3) -> list[dic
     found: list[dict[str, Value]] = []
     queue: list[tuple[float, int, dict[str, Value]]] = [(0.0, 0, {})]
     seen: set[frozenset[tuple[str, Value]]] = {frozenset()}
-    for _ in range(MAX_STATES):
-        if not queue or len(found) == wanted:
-            break
+    states = MAX_STATES
+    while queue and states and len(found) < wanted:
+        states -= 1
         _, _, changes = heapq.heappop(queue)
         here = asked.with_values(changes) if changes else asked
         problem = next(filter(needs_cure, run_rules(rules, here)), None)
         if problem is None:
             if changes:
+                states = min(states, MAX_MORE) if not found else states
                 found.append(changes)
             continue
         for move in _moves(here, problem, rules):
@@ -83,7 +90,18 @@ def suggest(asked: Asked, rules: Sequence[Rule], *, wanted: int = 3) -> list[dic
             if mark not in seen and len(merged) <= MAX_KEYS:
                 seen.add(mark)
                 heapq.heappush(queue, (_cost(asked, merged), len(seen), merged))
-    return found
+    return found or _built(asked, rules)[:wanted]
+
+
+def _built(asked: Asked, rules: Sequence[Rule]) -> list[dict[str, Value]]:
+    """Whole sets of sizes that are legal, nearest first."""
+    sets = [_merged(asked, {}, changes) for changes in constructed(asked)]
+    legal = [
+        changes
+        for changes in sets
+        if changes and not any(map(needs_cure, run_rules(rules, asked.with_values(changes))))
+    ]
+    return sorted(legal, key=lambda changes: _cost(asked, changes))
 
 
 def _merged(asked: Asked, changes: Changes, move: Changes) -> dict[str, Value]:
@@ -117,28 +135,45 @@ def _moves(asked: Asked, problem: Problem, rules: Sequence[Rule]) -> Iterator[Ch
     if has_cure(problem.code):
         return
     broken = [rule for rule in rules if any(other.code == problem.code for other in _run(rule, asked))]
-    for key in problem.keys:
+    movable = [key for key in problem.keys if key in _WEIGHTS and key not in asked.unknown]
+    tried = 0
+    for key in sorted(movable, key=lambda key: key in _LAST_RESORT):
         value = asked.values.get(key)
-        if key in _WEIGHTS and key not in asked.unknown and isinstance(value, int) and _is_count(value):
-            for candidate in _nearby(asked, key, value, problem.code, broken):
-                yield {key: candidate}
+        if (tried and key in _LAST_RESORT) or not isinstance(value, int) or not _is_count(value):
+            continue
+        for candidate in _nearby(asked, key, value, problem.code, broken):
+            tried += 1
+            yield {key: candidate}
 
 
 def _nearby(asked: Asked, key: str, value: int, code: str, broken: Sequence[Rule]) -> Iterator[int]:
-    """The three nearest values on each side with which the broken rules are content."""
+    """The two nearest values on each side with which the broken rules are content."""
 
     def content(candidate: int) -> bool:
         there = asked.with_values({key: candidate})
         return not any(problem.code == code for rule in broken for problem in _run(rule, there))
 
-    for candidates in (
-        range(value - 1, max(0, value - SCAN), -1),
-        range(value + 1, value + min(SCAN, 2 * value + 64)),
-    ):
+    near = range(max(1, value - SCAN), value + SCAN + 1)
+    candidates = sorted({*near, *_multiples(asked, value)} - {value})
+    for side in ([c for c in reversed(candidates) if c < value], [c for c in candidates if c > value]):
         good = 0
-        for candidate in candidates:
+        for candidate in side:
             if content(candidate):
                 yield candidate
                 good += 1
-                if good == 3:
+                if good == 2:
                     break
+
+
+def _multiples(asked: Asked, value: int) -> Iterator[int]:
+    """Multiples, up to four on each side, of the sizes that usually have to divide; and fractions of those."""
+    sizes = (
+        asked.values.get(key)
+        for key in (keys.TRAIN, keys.MINI, keys.MICRO, keys.LOG_PROB, keys.GPUS, keys.GEN)
+    )
+    for size in sizes:
+        if not isinstance(size, int) or size < 2:
+            continue
+        first = value // size - 3
+        yield from (size * factor for factor in range(max(1, first), first + 8))
+        yield from (size // part for part in range(1, 9) if size % part == 0)

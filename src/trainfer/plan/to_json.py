@@ -1,6 +1,6 @@
 """A plan as plain data: the ``trainfer.plan/1`` document of ``--json`` and of a run folder's ``plan.json``."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from trainfer.plan.records import Derived, Number, Plan, Span, ValueRow
 
@@ -43,6 +43,11 @@ def plan_document(plan: Plan) -> dict[str, object]:
                 for condition in plan.alignment.conditions
             ],
         },
+        "tensors": [
+            {"stage": t.stage, "name": t.name, "shape": list(t.shape), "layout": t.layout}
+            for t in plan.tensors
+        ],
+        "memory": None if plan.memory is None else asdict(plan.memory),
         "notes": list(plan.notes),
     }
 

@@ -1,0 +1,69 @@
+"""The step as a picture in text: prompts, sequences, ranks, mini-batches, micro-batches, with units on every arrow."""
+
+from collections.abc import Iterator
+
+from trainfer.plan.records import Derived, Number, Plan, Span
+
+_WIDTH = 46
+
+
+def number(value: Number) -> str:
+    """``15``, ``1 to 11``, or ``?``."""
+    if value is None:
+        return "?"
+    return f"{value.min} to {value.max}" if isinstance(value, Span) else str(value)
+
+
+def picture(plan: Plan) -> str:
+    """The picture, about 20 lines."""
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    d = plan.derived
+    samples = _ratio(d.sequences_per_step, d.prompts_per_step)
+    yield f"{number(d.prompts_per_step)} prompts a step"
+    yield f"  │  x {samples} samples a prompt  (rollout.n)"
+    yield "  ▼"
+    yield _beside(
+        f"{number(d.sequences_per_step)} sequences a step",
+        f"{number(d.rollout_replicas)} rollout engines x {number(d.sequences_per_replica)} sequences",
+    )
+    if d.padding_sequences:
+        yield f"  │  + {number(d.padding_sequences)} synthetic sequences (padding)"
+    yield f"  │  / {number(d.data_parallel_size)} data-parallel ranks  ({_gpus(d)})"
+    yield "  ▼"
+    yield _beside(
+        f"{number(d.sequences_per_rank)} sequences a rank",
+        f"{number(d.log_prob_forwards_per_rank)} forwards: old log-probs",
+    )
+    reference = f"{number(d.ref_log_prob_forwards_per_rank)} forwards: reference log-probs"
+    yield _beside(
+        f"  │  / {number(d.mini_batch_sequences_per_rank)} sequences a mini-batch and rank",
+        reference if d.ref_log_prob_forwards_per_rank != 0 else "no reference model",
+    )
+    yield "  ▼"
+    yield _beside(
+        f"{number(d.mini_batches_per_epoch)} mini-batches an epoch",
+        f"{number(d.optimizer_steps_per_step)} optimizer steps a step",
+    )
+    yield f"  │  / {number(d.micro_batch_sequences_per_rank)} sequences a micro-batch and rank"
+    yield "  ▼"
+    yield f"{number(d.gradient_accumulation_steps)} micro-batches (forward + backward) an optimizer step and rank"
+
+
+def _beside(left: str, right: str) -> str:
+    return f"{left:<{_WIDTH}}──▶  {right}"
+
+
+def _ratio(total: Number, part: Number) -> str:
+    if isinstance(total, int) and isinstance(part, int) and part and total % part == 0:
+        return str(total // part)
+    return "?"
+
+
+def _gpus(d: Derived) -> str:
+    if isinstance(d.num_gpus, int) and isinstance(d.data_parallel_size, int) and d.data_parallel_size:
+        share = d.num_gpus // d.data_parallel_size
+        return f"{d.num_gpus} GPUs" if share == 1 else f"{d.num_gpus} GPUs / {share} that share sequences"
+    return f"{number(d.num_gpus)} GPUs"
