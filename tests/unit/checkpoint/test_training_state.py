@@ -95,6 +95,17 @@ def test_saving_changes_nothing(tmp_path):
     assert_same_bits(before, bits(model, optimizer))
 
 
+def test_equal_states_give_equal_files(tmp_path):
+    model, optimizer = make()
+    train(model, optimizer, 1)
+    for name in ("a", "b"):
+        save_training_state(tmp_path / name, model, optimizer, {})
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert len(files) == 3
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
 def test_every_generator_is_restored(tmp_path):
     model, optimizer = make()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
@@ -37,11 +37,12 @@ from trainfer.train.update.checkpoint_names import (
 )
 from trainfer.train.update.checkpoint_rng import load_rng_state, save_rng_state
 from trainfer.train.update.checkpoint_tensors import StoredTensor, check_tensors, stored_tensors
+from trainfer.train.update.checkpoint_writer import ShardWriter
 
 STATE_FILE = "training_state.json"
 SCHEMA = "trainfer.training_state/1"
 MAX_FILE_BYTES = 2**30
-"""Tensors are spread over files of about this size: a rank holds one file in memory while writing it."""
+"""Tensors are spread over files of about this size: a rank copies one file at a time from the GPU."""
 
 Scalar = int | float | str | bool
 
@@ -80,9 +81,7 @@ def save_training_state(
     if optimizer is not None:
         tensors |= optimizer_tensors(model, optimizer)
         scalars, groups = optimizer_scalars(model, optimizer)
-    writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=_spread(tensors), save_distributed=True
-    )
+    writer = ShardWriter(folder, _spread(tensors))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with quiet_single_process():
