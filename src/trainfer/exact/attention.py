@@ -114,6 +114,11 @@ def attention(
             f"the attention implementation {ATTENTION_NAME!r} was called without a plan: call the model through "
             "trainfer.exact.packed.forward_logits or the builtin engine, or load it with attention='sdpa' to call it directly"
         )
+    if query.shape[0] != 1:
+        raise ModelError(
+            f"the attention implementation {ATTENTION_NAME!r} takes one packed row axis, got a batch of {query.shape[0]}; "
+            "pack the sequences with trainfer.exact.packed.pack"
+        )
     form = AttentionForm(
         layer=_layer_index(module),
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,

@@ -229,6 +229,14 @@ def test_a_call_without_plan_names_the_remedy():
         tiny_model("qwen2")(input_ids=torch.tensor([[5, 6]]))
 
 
+def test_a_padded_batch_is_refused_not_cut():
+    batch = pack([[5, 6], [7, 8]], [1, 1], device="cpu")
+    with pytest.raises(ModelError, match="got a batch of 2"):
+        tiny_model("qwen2")(
+            input_ids=torch.tensor([[5, 6], [7, 8]]), use_cache=False, attention_plan=batch.plan
+        )
+
+
 @pytest.mark.parametrize(
     ("attribute", "keywords", "message"),
     [

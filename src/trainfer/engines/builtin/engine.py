@@ -9,7 +9,7 @@ Axes: T rows, B slots, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,23 @@ from trainfer.errors import EngineError
 from trainfer.types import Completion, GenerationRequest
 
 
-class ModelConfig(Protocol):
+class _Config(Protocol):
     """What the engine reads from a model's config."""
 
     vocab_size: int
     max_position_embeddings: int
 
 
-def _config_of(model: nn.Module) -> ModelConfig:
-    config = vars(model).get("config")
-    if config is None:
+def _sizes_of(model: nn.Module) -> tuple[int, int]:
+    """Vocabulary and positions."""
+    config = cast(_Config, vars(model).get("config"))
+    try:
+        return config.vocab_size, config.max_position_embeddings
+    except AttributeError as error:
         raise EngineError(
-            f"{type(model).__name__} has no config; the builtin engine needs a causal LM of Transformers"
-        )
-    return config
+            f"{type(model).__name__} has no config with vocab_size and max_position_embeddings; the builtin engine "
+            "needs a causal LM of Transformers"
+        ) from error
 
 
 class BuiltinEngine:
@@ -53,7 +56,7 @@ class BuiltinEngine:
 
     def __init__(self, model: nn.Module, *, limits: EngineLimits, weights_version: int = 0) -> None:
         self._model = model
-        self._config = _config_of(model)
+        self._vocab_size, self._max_positions = _sizes_of(model)
         self._device = next(model.parameters()).device
         self._limits = limits
         self._weights_version = weights_version
@@ -103,8 +106,8 @@ class BuiltinEngine:
             )
         check_requests(
             requests,
-            vocab_size=self._config.vocab_size,
-            max_positions=self._config.max_position_embeddings,
+            vocab_size=self._vocab_size,
+            max_positions=self._max_positions,
             cache_tokens=self._cache_tokens(),
         )
         if not requests:
