@@ -187,6 +187,36 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(data, tmp_path
     assert lines(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_around_the_end_of_an_epoch_too_a_resumed_run_takes_the_same_prompts(
+    data, tmp_path, stop_after, shuffle
+):
+    overrides = (
+        "trainer.total_epochs=2",
+        "trainer.total_training_steps=null",
+        "trainer.save_freq=1",
+        "trainer.test_freq=-1",
+        f"data.shuffle={shuffle}",
+        "trainfer.warmup.steps=0",
+    )
+    straight = list(train(configured(data, tmp_path / "straight", *overrides)))
+    assert [report.step for report in straight] == [1, 2, 3, 4]
+    assert [report.metrics["training/epoch"] for report in straight] == [0, 0, 1, 1]
+    interrupted = configured(data, tmp_path / "interrupted", *overrides)
+    with open_session(interrupted) as session:
+        for report in run_steps(session):
+            if report.step == stop_after:
+                break
+    resumed = list(train(interrupted))
+    assert [report.step for report in resumed] == list(range(stop_after + 1, 5))
+    for before, after in zip(straight[stop_after:], resumed, strict=True):
+        assert [r.sequence.prompt.index for r in before.records] == [
+            r.sequence.prompt.index for r in after.records
+        ]
+    assert lines(tmp_path / "straight") == lines(tmp_path / "interrupted")
+
+
 def test_no_step_left_is_an_error_that_says_why(data, tmp_path):
     loaded = configured(data, tmp_path / "run", "trainer.total_training_steps=1")
     list(train(loaded))

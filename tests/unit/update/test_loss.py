@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 from trainfer.train.update.aggregate import LossAggregation, MiniBatchTotals, token_weight
 from trainfer.train.update.kl import KlEstimator
@@ -165,6 +166,16 @@ def test_the_gradient_is_the_finite_difference_of_the_loss(ratios, advantage, es
         upper = grpo_loss(build((at + step).detach()), loss_settings).loss
         lower = grpo_loss(build((at - step).detach()), loss_settings).loss
         assert ((upper - lower) / 2e-6).item() == pytest.approx(exact[index].item(), rel=1e-5, abs=1e-7)
+
+
+def test_tensors_of_unequal_length_are_refused_in_tests():
+    with pytest.raises(TypeCheckError):
+        inputs([1.0, 1.0], [1.0, 1.0], entropies_S=torch.zeros(3, dtype=torch.float64))
+
+
+def test_a_mask_of_numbers_is_refused_in_tests():
+    with pytest.raises(TypeCheckError):
+        inputs([1.0, 1.0], [1.0, 1.0], mask=[1.0, 1.0])
 
 
 def test_weights_of_each_aggregation_mode_by_hand():
