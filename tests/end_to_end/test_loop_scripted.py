@@ -109,6 +109,7 @@ def test_exact_true_refuses_such_a_rollout(world, tmp_path):
         ("data.max_prompt_length=2", DataError, "max_prompt_length=2"),
         ("actor_rollout_ref.model.path=nowhere", ModelError, "nowhere"),
         ("actor_rollout_ref.model.path=null", ConfigError, "trainfer.warmup"),
+        ("data.max_response_length=2048", ConfigError, "knows 2048 positions"),
         ("trainer.n_gpus_per_node=2", ConfigError, "one process"),
         ("trainer.resume_mode=resume_path", CheckpointError, "resume_from_path"),
         ("trainer.total_training_steps=0", ConfigError, "total_training_steps"),

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from trainfer.config.load import LoadedConfig
 from trainfer.config.schema import TrainConfig
 from trainfer.errors import ConfigError
-from trainfer.integrations.transformers.generation import ResponseDecoder
+from trainfer.integrations.transformers.generation import ResponseDecoder, max_positions
 from trainfer.integrations.transformers.load import load_tokenizer
 from trainfer.plan.records import StepPlan
 from trainfer.plan.step import plan_step
@@ -69,6 +69,7 @@ def read_inputs(loaded: LoadedConfig) -> Inputs:
         if config.data.val_paths()
         else None
     )
+    check_positions(config, training, validation)
     assert config.data.seed is not None, "the schema fills it in"
     order = PromptOrder(
         num_rows=len(training.prompts),
@@ -125,6 +126,27 @@ def read_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
+
+
+def check_positions(config: TrainConfig, *tables: PromptTable | None) -> None:
+    """The longest prompt and a whole response must fit the positions that the model knows.
+
+    Raises:
+        ConfigError: they do not. ModelError: the model's config cannot be read.
+    """
+    path = config.actor_rollout_ref.model.path
+    if path is None:  # the warm-up makes a model that is long enough
+        return
+    known = max_positions(path)
+    prompts = [prompt for table in tables if table is not None for prompt in table.prompts]
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    wanted = longest + config.data.max_response_length
+    if known is not None and wanted > known:
+        raise ConfigError(
+            f"the longest prompt has {longest} tokens and data.max_response_length={config.data.max_response_length}, together "
+            f"{wanted}, but {path} knows {known} positions. Lower data.max_response_length to at most {known - longest}, "
+            "or data.max_prompt_length with filter_overlong_prompts."
+        )
 
 
 def read_prompts(

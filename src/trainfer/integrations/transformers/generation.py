@@ -1,9 +1,9 @@
-"""Which tokens end a response, and the text of one."""
+"""Which tokens end a response, the text of one, and how long a sequence may be."""
 
 import json
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from trainfer.errors import ModelError
 
@@ -26,6 +26,23 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     token_id = tokenizer.eos_token_id
     assert isinstance(token_id, int)
     return token_id
+
+
+def max_positions(folder: Path | str) -> int | None:
+    """Positions that the model of a folder knows, as its config says; None where it does not say.
+
+    Raises:
+        ModelError: there is no readable config.
+    """
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: holds no config.json; give a local Hugging Face folder of a causal LM")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path / 'config.json'}: Transformers refuses it: {error}") from error
+    known = config.get_text_config().to_dict().get("max_position_embeddings")
+    return known if isinstance(known, int) else None
 
 
 def stop_token_ids(folder: Path | str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
