@@ -6,7 +6,7 @@ prompts a step takes is ``order``'s business.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -109,30 +109,25 @@ def load_prompts(
         known_data_sources,
     )
     chosen = _choose(len(rows), max_samples, sample_seed)
-    problems = ProblemList()
-    prompts: list[Prompt] = []
-    filtered = truncated = 0
-    for index in chosen:
-        row = rows[index]
-        token_ids = _token_ids(tokenizer, row, chat_template_kwargs or {}, problems)
-        if len(token_ids) > max_prompt_length:
-            if filter_overlong_prompts:
-                filtered += 1
-                continue
-            if truncation == "error":
-                _note_overlong(problems, row, len(token_ids), max_prompt_length)
-                continue
-            truncated += 1
-            token_ids = truncate(token_ids, max_prompt_length, truncation)
-        prompts.append(_prompt(row, index, token_ids))
-    problems.raise_if_any()
-    if not prompts:
-        raise DataError(
-            f"no prompt is left of {', '.join(map(str, files))}: all {filtered} rows have more than "
-            f"{max_prompt_length} tokens. Raise data.max_prompt_length."
-        )
+    tokenised = _tokenise([rows[index] for index in chosen], tokenizer, chat_template_kwargs or {})
+    prompts = [_prompt(rows[index], index, ids) for index, ids in zip(chosen, tokenised, strict=True)]
+    too_long = {prompt.index for prompt in prompts if len(prompt.token_ids) > max_prompt_length}
+    if filter_overlong_prompts:
+        kept = [prompt for prompt in prompts if prompt.index not in too_long]
+    elif truncation == "error":
+        _refuse_overlong([(rows[p.index], len(p.token_ids)) for p in prompts], max_prompt_length)
+        kept = prompts
+    else:
+        kept = [
+            replace(prompt, token_ids=truncate(prompt.token_ids, max_prompt_length, truncation))
+            for prompt in prompts
+        ]
+    _refuse_empty(kept, files, max_prompt_length)
     return PromptTable(
-        prompts=tuple(prompts), rows_read=len(rows), rows_filtered=filtered, rows_truncated=truncated
+        prompts=tuple(kept),
+        rows_read=len(rows),
+        rows_filtered=len(prompts) - len(kept),
+        rows_truncated=len(kept) - len(prompts) + len(too_long),
     )
 
 
@@ -180,6 +175,10 @@ def _checked_rows(
 
 
 def _choose(num_rows: int, max_samples: int, sample_seed: int | None) -> list[int]:
+    if max_samples == 0:
+        raise DataError(
+            "data.train_max_samples and data.val_max_samples take -1 (all rows) or 1 and more, not 0."
+        )
     if max_samples < 0 or max_samples >= num_rows:
         return list(range(num_rows))
     if sample_seed is None:
@@ -187,14 +186,23 @@ def _choose(num_rows: int, max_samples: int, sample_seed: int | None) -> list[in
     return sorted(permutation(num_rows, seed=sample_seed, epoch=0)[:max_samples])
 
 
-def _token_ids(
-    tokenizer: ChatTokenizer, row: CheckedRow, template_kwargs: Mapping[str, object], problems: ProblemList
-) -> tuple[int, ...]:
+def _tokenise(
+    rows: Sequence[CheckedRow], tokenizer: ChatTokenizer, template_kwargs: Mapping[str, object]
+) -> list[tuple[int, ...]]:
     if tokenizer.chat_template is None:
         raise ModelError(
             "the tokenizer has no chat template, so chat messages cannot become tokens. Set "
             "actor_rollout_ref.model.custom_chat_template to a Jinja template, or use an instruction-tuned model."
         )
+    problems = ProblemList()
+    tokenised = [_token_ids(tokenizer, row, template_kwargs, problems) for row in rows]
+    problems.raise_if_any()
+    return tokenised
+
+
+def _token_ids(
+    tokenizer: ChatTokenizer, row: CheckedRow, template_kwargs: Mapping[str, object], problems: ProblemList
+) -> tuple[int, ...]:
     try:
         ids = tokenizer.apply_chat_template(
             [{"role": message.role, "content": message.content} for message in row.messages],
@@ -218,16 +226,28 @@ def _token_ids(
     return tuple(ids)
 
 
-def _note_overlong(problems: ProblemList, row: CheckedRow, length: int, limit: int) -> None:
-    problems.add(
-        row.path,
-        row=row.number,
-        column="prompt",
-        found=f"{length} tokens",
-        wanted=f"at most data.max_prompt_length={limit}",
-        remedy="raise data.max_prompt_length, set data.filter_overlong_prompts=true to leave such rows out, or "
-        "data.truncation=left, right or middle to cut them",
-    )
+def _refuse_overlong(lengths: Sequence[tuple[CheckedRow, int]], limit: int) -> None:
+    problems = ProblemList()
+    for row, length in lengths:
+        if length > limit:
+            problems.add(
+                row.path,
+                row=row.number,
+                column="prompt",
+                found=f"{length} tokens",
+                wanted=f"at most data.max_prompt_length={limit}",
+                remedy="raise data.max_prompt_length, set data.filter_overlong_prompts=true to leave such rows out, "
+                "or data.truncation=left, right or middle to cut them",
+            )
+    problems.raise_if_any()
+
+
+def _refuse_empty(kept: Sequence[Prompt], files: Sequence[str | Path], limit: int) -> None:
+    if not kept:
+        raise DataError(
+            f"no prompt is left of {', '.join(map(str, files))}: all rows have more than {limit} tokens. Raise "
+            "data.max_prompt_length."
+        )
 
 
 def _prompt(row: CheckedRow, index: int, token_ids: tuple[int, ...]) -> Prompt:
