@@ -181,20 +181,22 @@ def _points_of_run(
     main: TensorRecord | None = None
     seen_index = False
     for record in run.records:
+        if "mask" in record.name or (main is not None and _is_per_key(record)):
+            continue
         is_float, primary = record.dtype in FLOATS, True
         part = record.name
         if run.phase == "parameters":
             part = record.name
         elif is_float and main is None and not part.startswith("past_key_values"):
             main, part = record, run.direction if part != "logits" else "logits"
-        elif not is_float and not seen_index and "mask" not in part:
+        elif not is_float and not seen_index:
             seen_index, part = True, "index"
         elif is_float and main is not None and record.shape == main.shape and record.table == main.table:
             primary = False
         call = calls.get(record.call)
         table, slots = record.table, call.slots if call is not None else 0
         shared = call is not None and record.shape[:2] == (1, lengths.get(record.call))
-        if table == NO_TABLE and call is not None and shared and "mask" not in part:
+        if table == NO_TABLE and call is not None and shared:
             table = call.table
         point = Point(
             module=run.module,
@@ -213,3 +215,8 @@ def _points_of_run(
             records=(record,),
         )
         yield point, source, primary
+
+
+def _is_per_key(record: TensorRecord) -> bool:
+    """Attention probabilities and cached keys, ``[B, heads, T, …]`` beside a result: as wide as the batch is long."""
+    return len(record.shape) == 4 and record.row_dims == (0, 2)

@@ -236,7 +236,7 @@ def largest_differences(
         except DamagedRecordError:
             continue
         width = min(x.shape[1], y.shape[1])
-        off: list[float] = (x[:, :width].float() - y[:, :width].float()).abs().amax(1).tolist()  # pyright: ignore[reportUnknownMemberType]
+        off = (x[:, :width].float() - y[:, :width].float()).abs().amax(1).numpy()
         for label, position, value in zip(labels, positions, off, strict=True):
-            found[label, position] = max(value, found.get((label, position), 0.0))
+            found[label, position] = max(float(value), found.get((label, position), 0.0))
     return found
