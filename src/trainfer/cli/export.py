@@ -75,9 +75,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, dtype: str | None, overwri
     except OSError as error:
         raise CheckpointError(f"Cannot write beside {out}: {error.strerror}. Name another folder.") from error
     try:
-        size = write_model_folder(
-            checkpoint, temporary, dtype=None if dtype is None else getattr(torch, dtype)
-        )
+        size = write_model_folder(checkpoint, temporary, dtype=None if dtype is None else dtypes[dtype])
         _publish(temporary, out)
     except OSError as error:
         raise CheckpointError(f"Cannot write {out}: {error}. Name another folder.") from error

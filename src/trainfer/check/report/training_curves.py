@@ -109,7 +109,7 @@ def linear_curve(
         + ([0.0] if from_zero else [])
     )
     high = max([bucket.largest for bucket in found] + [value for _, value in shown_marks])
-    y_values = nice_ticks(low, high)
+    y_values = nice_ticks(low, 1.0 if from_zero and low == high == 0 else high)
     low, high = min(low, y_values[0]), max(high, y_values[-1])
 
     def y_of(value: float) -> float:

@@ -23,7 +23,6 @@ MAY_CHANGE = (
     "data.val_*",
     "actor_rollout_ref.rollout.val_kwargs.*",
     "trainer.val_*",
-    "trainer.log_val_generations",
     "trainer.test_freq",
     "trainer.save_freq",
     "trainer.max_actor_ckpt_to_keep",
