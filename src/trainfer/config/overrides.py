@@ -4,31 +4,17 @@ Takes strings such as ``a.b=3``, ``+a.b=[1,2]``, ``++a.b={c: 1}``, ``~a.b``; giv
 (``a=1,2``), config groups and packages are refused: one run has one value a key.
 """
 
-import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydraOverride
 from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 
+from trainfer.config.override_records import Override, OverrideKind
 from trainfer.errors import ConfigError
 
 MAX_CHARACTERS = 16 * 1024
-
-
-class OverrideKind(enum.Enum):
-    """What an override does to its key."""
-
-    CHANGE = ""
-    """``key=value``: in Hydra the key must exist."""
-    ADD = "+"
-    """``+key=value``: in Hydra the key must not exist."""
-    FORCE_ADD = "++"
-    """``++key=value``: either way."""
-    DELETE = "~"
-    """``~key``: takes the key back; ``~key=value`` only where it holds that value."""
 
 
 _KINDS = {
@@ -37,18 +23,6 @@ _KINDS = {
     OverrideType.FORCE_ADD: OverrideKind.FORCE_ADD,
     OverrideType.DEL: OverrideKind.DELETE,
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Override:
-    """One parsed override. Example: ``+a.b=3`` is ``Override(kind=ADD, key="a.b", value=3, text="+a.b=3")``."""
-
-    kind: OverrideKind
-    key: str
-    value: object
-    has_value: bool
-    """False for ``~key`` alone."""
-    text: str
 
 
 def parse_overrides(texts: Sequence[str]) -> list[Override]:

@@ -6,12 +6,11 @@ leading dots) and environment variables; anything else stays as it is and counts
 """
 
 import functools
+import json
 import re
 from collections.abc import Mapping
-from importlib import resources
-from typing import Literal, cast
-
-import msgspec
+from pathlib import Path
+from typing import Literal, TypedDict, cast
 
 Release = Literal["0.6.1", "0.9.1"]
 
@@ -21,15 +20,15 @@ _INSIDE = re.compile(r"\$\{([^${}]*)\}")
 _NUMBER = re.compile(r"^[-+]?\d{1,18}$")
 
 
-class _Changes(msgspec.Struct, frozen=True):
-    changed: dict[str, object]
-    absent: list[str]
-
-
-class _Defaults(msgspec.Struct, frozen=True):
+class _Defaults(TypedDict):
     verl: str
     fsdp: dict[str, object]
-    megatron: _Changes
+    megatron: "_Changes"
+
+
+class _Changes(TypedDict):
+    changed: dict[str, object]
+    absent: list[str]
 
 
 class Unresolved(Exception):
@@ -38,18 +37,18 @@ class Unresolved(Exception):
 
 @functools.cache
 def _read(release: Release) -> _Defaults:
-    name = f"verl_defaults_{release}.json"
-    return msgspec.json.decode(resources.files("trainfer.config").joinpath(name).read_bytes(), type=_Defaults)
+    file = Path(__file__).with_name(f"verl_defaults_{release}.json")
+    return cast("_Defaults", json.loads(file.read_bytes()))
 
 
 def verl_defaults(release: Release, *, megatron: bool = False) -> dict[str, object]:
     """Dotted key -> default, not resolved; of the Megatron configuration where that is asked for."""
     document = _read(release)
     if not megatron:
-        return dict(document.fsdp)
-    absent = set(document.megatron.absent)
-    merged = {key: value for key, value in document.fsdp.items() if key not in absent}
-    return {**merged, **document.megatron.changed}
+        return dict(document["fsdp"])
+    absent = set(document["megatron"]["absent"])
+    merged = {key: value for key, value in document["fsdp"].items() if key not in absent}
+    return {**merged, **document["megatron"]["changed"]}
 
 
 def resolved(values: Mapping[str, object], key: str, environment: Mapping[str, str]) -> object:
@@ -119,6 +118,6 @@ def _literal(text: str) -> object:
     if _NUMBER.match(text):
         return int(text)
     try:
-        return cast("object", msgspec.json.decode(text))
-    except msgspec.DecodeError:
+        return cast("object", json.loads(text))
+    except ValueError:
         return text

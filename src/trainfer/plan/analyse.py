@@ -4,9 +4,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from trainfer.config.keys import default_values
-from trainfer.config.overrides import OverrideKind
-from trainfer.config.problems import find_entry, find_problems
+from trainfer.config.override_records import OverrideKind
 from trainfer.config.settings import DEFAULT, Setting, Settings, SettingsBuilder
 from trainfer.config.verl_defaults import Release, Unresolved, resolved, verl_defaults
 from trainfer.plan import keys
@@ -31,7 +29,9 @@ def analyse(question: Question, rules: Rules | None = None) -> Plan:
     values = _resolved_values(settings, question)
     asked = _asked(values, settings, question)
     if chosen == "trainfer":
-        structural = [*_schema_problems(settings)]
+        from trainfer.plan.schema import schema_problems  # noqa: PLC0415 - verl's rules start without the schema
+
+        structural = [*schema_problems(settings)]
     else:
         structural = [*_structural_problems(question, defaults)]
     structural += _unknown_values(asked, values, settings)
@@ -82,7 +82,9 @@ def choose_rules(question: Question) -> tuple[Rules, str]:
 
 def _defaults(rules: Rules, question: Question) -> dict[str, object]:
     if rules == "trainfer":
-        return dict(default_values())
+        from trainfer.plan.schema import schema_defaults  # noqa: PLC0415 - verl's rules start without the schema
+
+        return schema_defaults()
     megatron = question.megatron or any(
         entry.key == keys.STRATEGY and entry.value == "megatron" for entry in question.entries
     )
@@ -176,17 +178,6 @@ def _structural_problems(question: Question, defaults: Mapping[str, object]) -> 
                 keys=(entry.key,),
                 message=f"+{entry.key} ({entry.source}) adds a key that exists; write {entry.key}=… or ++{entry.key}=….",
                 upstream_message=f"Could not append to config. An item is already at '{entry.key}'.",
-            )
-
-
-def _schema_problems(settings: Settings) -> Iterator[Problem]:
-    """Unknown keys and refused values; keys of verl's that training does not honour may stand in a plan."""
-    given = {key: s for key, s in settings.given().items() if not isinstance(s.value, NotStatic)}
-    typed = {*keys.COUNTS, *keys.FLAGS, *keys.WHOLES}
-    for problem in find_problems(given):
-        if problem.setting is not None and problem.key not in typed and find_entry(problem.key) is None:
-            yield Problem(
-                severity="error", when="config", code="config", keys=(problem.key,), message=str(problem)
             )
 
 

@@ -6,7 +6,7 @@ Neutral between YAML, launch scripts and overrides on the command line; knows no
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainfer.config.overrides import Override, OverrideKind
+from trainfer.config.override_records import Override, OverrideKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

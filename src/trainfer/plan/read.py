@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import cast
 
 from trainfer.config.launch_script import Launch, LaunchWord, read_launch_script
-from trainfer.config.overrides import OverrideKind, parse_overrides
+from trainfer.config.override_records import OverrideKind
+from trainfer.config.quick_overrides import parse_overrides_quickly
 from trainfer.config.settings import OVERRIDE, Settings
-from trainfer.config.yaml_file import read_yaml
 from trainfer.errors import ConfigError
 from trainfer.plan import keys
 from trainfer.plan.question import Entry, ModelShape, NotStatic, Question
@@ -43,7 +43,7 @@ def read_question(
     Raises:
         ConfigError: unreadable input, or an override that is not of the grammar.
     """
-    parsed = [Entry.of(override, source=OVERRIDE) for override in parse_overrides(overrides)]
+    parsed = [Entry.of(override, source=OVERRIDE) for override in parse_overrides_quickly(overrides)]
     if path is None:
         question = Question(entries=parsed, environment=variables, variables=variables)
     elif is_yaml(path):
@@ -74,6 +74,8 @@ def is_yaml(path: Path) -> bool:
 
 
 def _yaml_entries(path: Path) -> Iterator[Entry]:
+    from trainfer.config.yaml_file import read_yaml  # noqa: PLC0415 - launch scripts start without a YAML parser
+
     for leaf in read_yaml(path, dotted_keys=True):
         yield Entry(key=leaf.key, value=leaf.value, source=f"{path}:{leaf.line}", from_command=False)
 
@@ -142,7 +144,7 @@ def _entry(word: LaunchWord, source: str, notes: list[str]) -> Entry | None:
         notes.append(f"{source}: the configuration group {bare[:80]} is not followed")
         return None
     try:
-        return Entry.of(parse_overrides([word.text])[0], source=source)
+        return Entry.of(parse_overrides_quickly([word.text])[0], source=source)
     except ConfigError as error:
         notes.append(f"{source}: {error}")
         return None

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# a 7B model, micro-batches filled by tokens
+set -eu
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    data.train_files=./data/train.parquet \
+    data.val_files=./data/val.parquet \
+    data.train_batch_size=1024 \
+    data.max_prompt_length=512 \
+    data.max_response_length=1024 \
+    actor_rollout_ref.model.path=REPLACE_MODEL \
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \
+    actor_rollout_ref.rollout.n=5 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes=1 \
+    "$@"
