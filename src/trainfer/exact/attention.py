@@ -82,7 +82,6 @@ def attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    is_causal: bool | None = None,
     attention_plan: AttentionPlan | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
@@ -98,9 +97,9 @@ def attention(
         dropout: Probability on attention weights, honoured in training.
         sliding_window: See ``AttentionForm``.
         softcap: See ``AttentionForm``.
-        is_causal: False is refused.
         attention_plan: The plan of this forward.
-        others: Keywords the model hands down; those that would change the result are refused.
+        others: Keywords the model hands down; those that would change the result are refused, such as
+            ``is_causal=False``.
 
     Returns:
         ``[1, T, H, K]`` and None (no attention weights).
@@ -108,7 +107,7 @@ def attention(
     Raises:
         ModelError: The layer asks for something that this function does not compute.
     """
-    _refuse_unsupported(module, attention_mask, {"is_causal": is_causal, **others})
+    _refuse_unsupported(module, attention_mask, others)
     if attention_plan is None:
         raise ModelError(
             f"the attention implementation {ATTENTION_NAME!r} was called without a plan: call the model through "
@@ -141,7 +140,7 @@ def _layer_index(module: nn.Module) -> int:
 
 def _refuse_unsupported(module: nn.Module, mask: Tensor | None, others: dict[str, object]) -> None:
     name = type(module).__name__
-    if others["is_causal"] is False or vars(module).get("is_causal") is False:
+    if others.get("is_causal") is False or vars(module).get("is_causal") is False:
         raise ModelError(
             f"{name}.is_causal is False: only causal attention can be trained and sampled; use a causal LM"
         )
@@ -149,12 +148,12 @@ def _refuse_unsupported(module: nn.Module, mask: Tensor | None, others: dict[str
         raise ModelError(
             f"{name} was given an attention mask; rows are packed without padding, leave attention_mask out"
         )
-    refused = sorted(key for key, item in others.items() if item is not None and key not in _PLAIN_KEYWORDS)
-    if refused:
-        raise ModelError(
-            f"{name} passes {', '.join(refused)} to its attention function, which {ATTENTION_NAME!r} does not compute; "
-            "use a model without it (supported: scaling, dropout, sliding_window, softcap)"
-        )
+    for key, item in others.items():
+        if item is not None and key not in _PLAIN_KEYWORDS:
+            raise ModelError(
+                f"{name} passes {key} to its attention function, which {ATTENTION_NAME!r} does not compute; "
+                "use a model without it (supported: scaling, dropout, sliding_window, softcap)"
+            )
 
 
 def round_up(count: int, multiple: int) -> int:

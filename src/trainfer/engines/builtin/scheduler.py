@@ -166,13 +166,10 @@ class Scheduler:
 
     def _decode(self) -> DecodeStep:
         copies: list[tuple[int, int]] = []
-        ready: list[Tracked] = []
-        for sequence in tuple(self._running):
-            if sequence not in self._running:
-                continue  # preempted for an older one
-            if self._make_writable(sequence, copies):
-                ready.append(sequence)
-        return DecodeStep(sequences=tuple(ready), copies=tuple(copies))
+        num_ready = 0
+        while num_ready < len(self._running):  # the end of the list may be preempted meanwhile
+            num_ready += self._make_writable(self._running[num_ready], copies)
+        return DecodeStep(sequences=tuple(self._running), copies=tuple(copies))
 
     def _make_writable(self, sequence: Tracked, copies: list[tuple[int, int]]) -> bool:
         """See that the sequence alone holds the block of its last token; False when it was preempted itself."""
