@@ -14,7 +14,7 @@ import click
 from trainfer.errors import CheckpointError
 from trainfer.train.journal.checkpoints import CheckpointStore, list_checkpoints, why_damaged
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 
 @click.command("export")
@@ -68,7 +68,9 @@ def export_checkpoint(checkpoint: Path, out: Path, *, dtype: str | None, overwri
 
     from trainfer.train.update.checkpoint_export import write_model_folder
 
-    dtypes = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+    dtypes: dict[str, torch.dtype] = dict(
+        zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True)
+    )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
