@@ -12,6 +12,14 @@ from trainfer.config.launch_script_parameters import matches
 from trainfer.config.launch_script_state import ScriptState, ScriptWord, is_marked, without_unset
 from trainfer.config.launch_script_words import Expander
 
+# fmt: off
+_TAKEN_TO_SUCCEED = frozenset((
+    "cat", "cd", "chmod", "conda", "cp", "echo", "export", "kill", "ln", "mkdir", "module", "mv", "pip", "pip3",
+    "popd", "printf", "pushd", "python", "python3", "ray", "rm", "set", "sleep", "source", "touch", "ulimit",
+    "unset", "uv", "wget", ".",
+))
+# fmt: on
+
 
 def node_text(node: Node) -> str:
     """The source of a node."""
@@ -21,6 +29,16 @@ def node_text(node: Node) -> str:
 def line_of(node: Node) -> int:
     """1-based line where a node starts."""
     return node.start_point[0] + 1
+
+
+def succeeds(node: Node) -> bool:
+    """True for commands that a script takes to succeed; their failure would end it or not matter."""
+    if node.type == "redirected_statement" and node.named_children:
+        return succeeds(node.named_children[0])
+    if node.type != "command":
+        return node.type in ("variable_assignment", "declaration_command", "unset_command")
+    name = node.child_by_field_name("name")
+    return name is not None and node_text(name).rsplit("/", 1)[-1] in _TAKEN_TO_SUCCEED
 
 
 class Conditions:

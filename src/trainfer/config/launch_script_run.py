@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tree_sitter import Node
 
 from trainfer.config.launch_script_assign import Assignments
-from trainfer.config.launch_script_conditions import Conditions, line_of, node_text
+from trainfer.config.launch_script_conditions import Conditions, line_of, node_text, succeeds
 from trainfer.config.launch_script_parameters import matches
 from trainfer.config.launch_script_state import (
     MAX_WORDS,
@@ -220,9 +220,9 @@ class Runner:
         flow = Flow.ON if operands[0].type == "test_command" else self.run(operands[0])
         if flow is not Flow.ON:
             return flow
-        if truth is None and operands[0].type in ("test_command", "command", "list"):
+        if truth is None and not succeeds(operands[0]):
             return self._maybe(lambda: self.run(operands[1]), operands[0])
-        goes_on = truth is not False if operators[0] == "&&" else truth is not True
+        goes_on = truth is not False if operators[0] == "&&" else truth is False
         return self.run(operands[1]) if goes_on else Flow.ON
 
     def _if(self, node: Node) -> Flow:

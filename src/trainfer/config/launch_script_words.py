@@ -172,7 +172,10 @@ class Expander:
             return end + 1
         if text.startswith("${", at):
             end = _closing(text, at + 1, "{", "}")
-            self._put(self._parameter(text[at + 2 : end], fields.line), fields, quoted=quoted, splits=splits)
+            body = text[at + 2 : end]
+            joins = quoted and (body.startswith("*") or "[*]" in body)
+            value = self._parameter(body, fields.line)
+            self._put(value, fields, quoted=quoted, splits=splits and not joins)
             return end + 1
         return self._short(text, at, fields, quoted=quoted, splits=splits)
 
@@ -187,7 +190,8 @@ class Expander:
         else:
             fields.add("$")
             return at + 1
-        self._put(self._parameter(body, fields.line), fields, quoted=quoted, splits=splits)
+        joins = quoted and body == "*"
+        self._put(self._parameter(body, fields.line), fields, quoted=quoted, splits=splits and not joins)
         return end
 
     def _put(self, value: "Value", fields: _Fields, *, quoted: bool, splits: bool) -> None:
@@ -199,17 +203,17 @@ class Expander:
                 elif number:
                     fields.add(" ")
                 fields.quoted = fields.quoted or quoted
-                fields.add(word.text, origin=word.line or None, is_argument=word.is_argument)
+                self._put_text(word, fields, keeps=quoted or not splits)
             return
+        self._put_text(value, fields, keeps=quoted or not splits)
+
+    def _put_text(self, value: ScriptWord, fields: _Fields, *, keeps: bool) -> None:
         text = self._state.sized(value.text)
-        if quoted or not splits:
-            fields.add(text, origin=value.line or None)
-            return
-        pieces = re.split(r"[ \t\n]+", text)
+        pieces = [text] if keeps else re.split(r"[ \t\n]+", text)
         for number, piece in enumerate(pieces):
             if number:
                 fields.end()
-            fields.add(piece, origin=value.line or None)
+            fields.add(piece, origin=value.line or None, is_argument=value.is_argument)
 
     def _parameter(self, body: str, line: int) -> "Value":
         """``${body}``: the parameter's value with its operator applied."""
