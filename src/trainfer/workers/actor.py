@@ -48,6 +48,11 @@ class ActorWorker:
         return self.trainer.updates
 
     @property
+    def kl_coef(self) -> float:
+        """Weight of the loss's KL term."""
+        return self.trainer.settings.loss.kl_loss_coef
+
+    @property
     def model(self) -> nn.Module:
         """The module that computes: what a rollout engine must equal."""
         return self.weights.compute

@@ -98,11 +98,12 @@ class LocalGroup:
             update=self._actor.updates,
         )
         result = self._actor.update([MiniBatch.whole([sequences[i] for i in step]) for step in steps])
+        has_kl = sequences[0].ref_logprobs is not None
         scores: list[TokenScores | None] = [None] * len(sequences)
         for index, score in zip(steps[0], result.first_scores, strict=True):
             scores[index] = score
         return UpdateReport(
-            metrics=update_metrics(result.steps),
+            metrics=update_metrics(result.steps, kl_coef=self._actor.kl_coef if has_kl else None),
             optimizer_steps=len(steps),
             skipped_steps=sum(step.skipped for step in result.steps),
             weights_version=self._actor.weights_version,

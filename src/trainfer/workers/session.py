@@ -219,7 +219,11 @@ def _open_journal(
     metrics = MetricsLog(folder.metrics, resumed_step=steps_done)
     folder.record_start(
         resumed_step=steps_done,
-        details={"weights_version": proof.weights_version, "device": str(inputs.device)},
+        details={
+            "weights_version": proof.weights_version,
+            "device": str(inputs.device),
+            "old_logprobs": stages(inputs.config, inputs.plan).old_logprobs.value,
+        },
     )
     names = RunNames(
         project=trainer.project_name,

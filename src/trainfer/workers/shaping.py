@@ -54,7 +54,7 @@ def shape(
         sequences,
         advantages,
         old_logprobs=_old_logprobs(stages, sequences, old),
-        ref_logprobs=None if ref is None else [scored.logprobs for scored in ref],
+        ref_logprobs=_ref_logprobs(config, ref),
         rollout_weights=weights,
     )
     return ShapedStep(
@@ -118,6 +118,14 @@ def _weights(
         normalise=correction.rollout_is_batch_normalize,
     )
     return weights.weights, dict(weights.statistics)
+
+
+def _ref_logprobs(config: TrainConfig, ref: Sequence[TokenScores] | None) -> list[tuple[float, ...]] | None:
+    """The loss gets them only for a KL term of its own, not for one in the reward."""
+    if not config.actor_rollout_ref.actor.use_kl_loss:
+        return None
+    assert ref is not None, "stages() asks for the pass"
+    return [scored.logprobs for scored in ref]
 
 
 def _old_logprobs(

@@ -190,8 +190,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted():
     result = subject.update([MiniBatch.whole([poisoned]), MiniBatch.whole([sequence(1)])])
     assert [step.skipped for step in result.steps] == [True, False]
     assert subject.optimizer_steps == 1
-    assert update_metrics(result.steps)["actor/skipped_steps"] == 1.0
-    assert math.isfinite(update_metrics(result.steps)["actor/grad_norm"])
+    assert update_metrics(result.steps, kl_coef=None)["actor/skipped_steps"] == 1.0
+    assert math.isfinite(update_metrics(result.steps, kl_coef=None)["actor/grad_norm"])
     only_good = trainer()
     only_good.update([MiniBatch.whole([sequence(1)])])
     for name, tensor in subject.weights.master.state_dict().items():

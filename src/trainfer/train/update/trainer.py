@@ -21,6 +21,7 @@ from statistics import fmean
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trainfer.exact.logprobs import log_distribution
 from trainfer.exact.packed import CausalModel, forward_logits
@@ -201,6 +202,8 @@ class Trainer:
         """Clip, step, clear; a gradient that is not finite changes nothing."""
         gradients = [p.grad for p in self._trainable if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):  # of sharded gradients: a sum over ranks is still to be made
+            norm = norm.full_tensor()
         grad_norm = norm.item()
         skipped = not math.isfinite(grad_norm)
         if not skipped:
@@ -212,17 +215,23 @@ class Trainer:
         return grad_norm, skipped
 
 
-def update_metrics(steps: Sequence[StepStatistics]) -> dict[str, float]:
+def update_metrics(steps: Sequence[StepStatistics], *, kl_coef: float | None) -> dict[str, float]:
     """Means over the optimizer steps, under verl's names; ``actor/lr`` is the one that was used.
 
     The gradient norm is averaged over the steps that were not skipped; ``actor/skipped_steps`` counts the others.
+    ``kl_coef`` None is a loss without KL term: its two metrics are left out, as in verl.
     """
+    kl = (
+        {}
+        if kl_coef is None
+        else {"actor/kl_loss": fmean(s.kl_loss for s in steps), "actor/kl_coef": kl_coef}
+    )
     norms = [step.grad_norm for step in steps if not step.skipped]
     return {
         "actor/loss": fmean(step.loss for step in steps),
         "actor/pg_loss": fmean(step.pg_loss for step in steps),
         "actor/entropy": fmean(step.entropy for step in steps),
-        "actor/kl_loss": fmean(step.kl_loss for step in steps),
+        **kl,
         "actor/ppo_kl": fmean(step.ppo_kl for step in steps),
         "actor/pg_clipfrac": fmean(step.pg_clipfrac for step in steps),
         "actor/pg_clipfrac_lower": fmean(step.pg_clipfrac_lower for step in steps),
