@@ -7,6 +7,7 @@ flat name -> float mappings. It knows no model and no logger.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, compress
 from statistics import fmean
 from typing import Protocol
 
@@ -27,12 +28,9 @@ def batch_metrics(
     ``compute_data_metrics``. ``*/clip_ratio`` is the share of responses cut at their own limit of new
     tokens (verl: as long as the widest of the batch), and ``global_seqlen/*`` counts prompt + response.
     """
-    advantages = [
-        advantage
-        for sequence in training
-        for advantage, trains in zip(sequence.advantages, sequence.loss_mask, strict=True)
-        if trains
-    ]
+    advantages = list(
+        chain.from_iterable(compress(sequence.advantages, sequence.loss_mask) for sequence in training)
+    )
     response_lengths = [len(sequence.response_ids) for sequence in sequences]
     prompt_lengths = [len(sequence.prompt.token_ids) for sequence in sequences]
     lengths = [p + r for p, r in zip(prompt_lengths, response_lengths, strict=True)]
