@@ -64,6 +64,7 @@ class ForwardCall:
     kept: SlotSubset | None = None
     """The slots whose logits were asked for, where those are fewer or in another order."""
     occurrences: dict[str, int] = field(default_factory=dict[str, int])
+    _views: dict[tuple[int, ...], RowView] = field(default_factory=dict[tuple[int, ...], RowView])
 
     def occurrence(self, name: str) -> int:
         """0 for the first time a module or function runs in this call, 1 for the second."""
@@ -73,9 +74,17 @@ class ForwardCall:
 
     def row_view(self, shape: Sequence[int], *, head: bool) -> RowView:
         """Which dimensions of a tensor run over slots; ``head`` for the output head and what it gives."""
-        every, kept = self.every, self.kept
+        every = self.every
         if every is None or not shape:
             return NO_ROWS
+        key = (*shape, -1) if head else tuple(shape)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._find_rows(every, shape, head=head)
+        return view
+
+    def _find_rows(self, every: SlotSubset, shape: Sequence[int], *, head: bool) -> RowView:
+        kept = self.kept
         if kept is not None and (head or kept.columns != self.length):
             dims = _dims(shape, self.batch, kept.columns)
             if dims is not None and (head or _dims(shape, self.batch, self.length) is None):

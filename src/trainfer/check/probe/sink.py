@@ -38,6 +38,7 @@ class _Seen(NamedTuple):
     alive: StorageWeakRef
     version: int | str
     kept: BlobRef | Statistics | DeferredStatistics
+    shape: tuple[int, ...]
 
 
 class TensorSink:
@@ -48,10 +49,13 @@ class TensorSink:
         self._settings = settings
         self._lock = threading.RLock()
         self._seen: dict[object, _Seen] = {}
+        self._task = settings.task
+        self._hide_from_modes = settings.level.functions
         self._next_id = 0
         self._next_table = 0
         self._statistics = StatisticsTaker()
         self._staging = DeviceStaging(writer)
+        self._device_names: dict[torch.device, str] = {}
         self._warned: set[str] = set()
         self.reasons: list[str] = []
         """Why the dump is incomplete; empty where it is whole."""
@@ -70,10 +74,10 @@ class TensorSink:
 
     def record(self, call: ForwardCall, place: Place, tensor: Tensor, *, head: bool = False) -> None:
         """Record a tensor; what cannot be read becomes a problem of the dump, not of the program."""
-        with self._lock, torch.no_grad(), torch._C.DisableTorchFunction():
+        with self._lock:
             try:
-                if torch.is_autocast_enabled(tensor.device.type):
-                    with torch.autocast(tensor.device.type, enabled=False):
+                if self._hide_from_modes:
+                    with torch._C.DisableTorchFunction():
                         self._record(call, place, tensor, head=head)
                 else:
                     self._record(call, place, tensor, head=head)
@@ -122,31 +126,31 @@ class TensorSink:
         return True
 
     def _record(self, call: ForwardCall, place: Place, tensor: Tensor, *, head: bool) -> None:
-        requires_grad = tensor.requires_grad
-        tensor, parts = _local(tensor.detach())
+        """No operation here is seen by autograd (all are on detached tensors) or changed by autocast."""
+        requires_grad, parts = tensor.requires_grad, ()
+        if isinstance(tensor, DTensor):
+            tensor, parts = _local(tensor)
         dtype = DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout != torch.strided:
+        if dtype is None or tensor.layout is not torch.strided:
             raise TypeError(f"{tensor.dtype} {tensor.layout} tensors are not captured")
         if self._full():
             return
-        view = NO_ROWS if parts else call.row_view(tensor.shape, head=head)
-        task = self._settings.task
+        shape = tensor.shape
+        view = NO_ROWS if parts else call.row_view(shape, head=head)
+        task = self._task
         if not view.row_dims:
             self.without_rows += 1
             if self._settings.filters_rows:
                 return
             task = Task.STATISTICS if task is Task.SKETCH else task
-        source, key = tensor, _key(tensor, view)
-        version = _version(source)
+        key, version = _key(tensor, view), _version(tensor)
         seen = self._seen.get(key)
-        if view.expand or view.keep is not None:
-            tensor, view = _select(tensor, view)
         if seen is not None and seen.version == version and version != _UNVERSIONED:
-            kept = seen.kept
             self.deduplicated += 1
+            kept, shape = seen.kept, seen.shape if view.expand or view.keep is not None else shape
         else:
-            kept = self._keep(call, task, dtype, tensor, view)
-            self._seen[key] = _Seen(StorageWeakRef(source.untyped_storage()), version, kept)
+            kept, shape = self._keep(call, task, dtype, tensor.detach(), view)
+            self._seen[key] = _Seen(StorageWeakRef(tensor.untyped_storage()), version, kept, shape)
         record = TensorRecord(
             id=self._next_id,
             task=task,
@@ -159,10 +163,10 @@ class TensorSink:
             role=place.role,
             name=place.name,
             dtype=dtype,
-            shape=tuple(tensor.shape),
-            row_dims=view.row_dims,
+            shape=shape,
+            row_dims=(0,) if view.keep is not None else view.row_dims,
             table=view.table,
-            device=str(tensor.device),
+            device=self._device_name(tensor.device),
             requires_grad=requires_grad,
             parts=parts,
             statistics=kept if isinstance(kept, Statistics) else None,
@@ -175,17 +179,24 @@ class TensorSink:
 
     def _keep(
         self, call: ForwardCall, task: Task, dtype: str, tensor: Tensor, view: RowView
-    ) -> BlobRef | Statistics | DeferredStatistics:
-        """Take what the task wants of a tensor's values, now."""
+    ) -> tuple[BlobRef | Statistics | DeferredStatistics, tuple[int, ...]]:
+        """Take what the task wants of a tensor's values, now; and the shape of what was taken."""
+        if view.keep is not None or (view.expand and task is not Task.STATISTICS):
+            tensor = _select(tensor, view)
+            view = RowView((0,) if view.keep is not None else view.row_dims, view.table)
+        shape = tuple(tensor.shape)
         if task is Task.STATISTICS:
-            return (
-                self._statistics.take(tensor)
-                if tensor.device.type == "cpu"
-                else self._staging.statistics(tensor)
-            )
+            on_cpu = tensor.device.type == "cpu"
+            return self._statistics.take(tensor) if on_cpu else self._staging.statistics(tensor), shape
         if task is Task.SKETCH:
             tensor, dtype = sketch_rows(rows_first(tensor, view.row_dims)), "F32"
-        return self.write_bytes(call.step, call.pass_name, str(self._next_id), dtype, tensor)
+        return self.write_bytes(call.step, call.pass_name, str(self._next_id), dtype, tensor), shape
+
+    def _device_name(self, device: torch.device) -> str:
+        name = self._device_names.get(device)
+        if name is None:
+            name = self._device_names[device] = str(device)
+        return name
 
     def write_bytes(self, step: int, pass_name: str, name: str, dtype: str, tensor: Tensor) -> BlobRef:
         """Copy a tensor's bytes to the writer under a name of its shard."""
@@ -198,10 +209,8 @@ class TensorSink:
             return ref
 
 
-def _local(tensor: Tensor) -> tuple[Tensor, tuple[tuple[int, int, int], ...]]:
-    """A plain tensor; for a sharded one this rank's part, with (dimension, part, parts) for each cut."""
-    if not isinstance(tensor, DTensor):
-        return tensor, ()
+def _local(tensor: DTensor) -> tuple[Tensor, tuple[tuple[int, int, int], ...]]:
+    """This rank's part, with (dimension, part, parts) for each cut."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     cuts = [
@@ -211,7 +220,7 @@ def _local(tensor: Tensor) -> tuple[Tensor, tuple[tuple[int, int, int], ...]]:
     ]
     if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError("a distributed tensor that still has to be summed over ranks is not captured")
-    return tensor.to_local(), tuple(cut for cut in cuts if cut[2] > 1)
+    return tensor.to_local().detach(), tuple(cut for cut in cuts if cut[2] > 1)
 
 
 def _key(tensor: Tensor, view: RowView) -> tuple[object, ...]:
@@ -235,13 +244,12 @@ def _version(tensor: Tensor) -> int | str:
     return _UNVERSIONED
 
 
-def _select(tensor: Tensor, view: RowView) -> tuple[Tensor, RowView]:
-    """Serve every batch entry where one stands for all, and keep the rows that a filter wants."""
+def _select(tensor: Tensor, view: RowView) -> Tensor:
+    """Serve every batch entry where one stands for all, and keep the rows that a filter wants: ``[rows, ...]``."""
     if view.expand:
         tensor = tensor.expand(view.batch, *tensor.shape[1:])
     if view.keep is None:
-        return tensor, RowView(view.row_dims, view.table)
+        return tensor
     others = [dim for dim in range(tensor.dim()) if dim not in view.row_dims]
     rows = tensor.permute(*view.row_dims, *others).flatten(0, len(view.row_dims) - 1)
-    keep = torch.as_tensor(view.keep, device=tensor.device)
-    return rows.index_select(0, keep), RowView((0,), view.table)
+    return rows.index_select(0, torch.as_tensor(view.keep, device=tensor.device))

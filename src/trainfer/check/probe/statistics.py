@@ -16,8 +16,11 @@ from trainfer.check.dump.records import QUANTILES, Statistics
 SAMPLE = 256
 """Elements that the quantiles are taken of."""
 
-_SAFE_SQUARES = (1e-25, 1e33)
-"""A float32 sum of squares outside of these may have lost something to underflow or overflow."""
+_minimum, _maximum = np.minimum.reduce, np.maximum.reduce
+
+_SAFE_MAGNITUDE = 1e14
+_SAFE_SQUARES = 1e-25
+"""Beyond these a float32 sum of squares may have lost something to overflow or underflow."""
 
 
 class StatisticsTaker:
@@ -25,6 +28,8 @@ class StatisticsTaker:
 
     def __init__(self) -> None:
         self._flags = np.empty(1 << 16, dtype=np.bool_)
+        self._one_thread = torch.get_num_threads() == 1
+        """NumPy's product is faster, but its threads are not torch's and would fight with them."""
 
     def take(self, tensor: Tensor) -> Statistics:
         """Statistics of a CPU tensor of any real dtype and layout."""
@@ -36,13 +41,16 @@ class StatisticsTaker:
             tensor = tensor.float() if tensor.dtype.is_floating_point else tensor.double()
         flat = _in_memory_order(tensor).view(-1)
         values = flat.numpy()
-        low, high = float(values.min()), float(values.max())
+        low, high = float(_minimum(values)), float(_maximum(values))
         if not (math.isfinite(low) and math.isfinite(high)):
             return self._of_finite_rest(values)
         zeros = 0 if low > 0 or high < 0 else self._count_zeros(values)
-        mean = float(flat.sum()) / count
-        squares = float(torch.dot(flat, flat))
-        if not (_SAFE_SQUARES[0] < squares < _SAFE_SQUARES[1]) or not math.isfinite(mean):
+        if max(-low, high) < _SAFE_MAGNITUDE:
+            mean = float(flat.sum()) / count
+            squares = float(np.dot(values, values) if self._one_thread else torch.dot(flat, flat))
+        else:
+            mean = squares = math.inf
+        if squares < _SAFE_SQUARES or not math.isfinite(squares):
             wide = values.astype(np.float64)
             mean, squares = float(wide.mean()), float(np.dot(wide, wide))
         return Statistics(
@@ -101,8 +109,10 @@ def nothing_finite(count: int, nan: int, inf: int) -> Statistics:
 
 def _quantiles(values: np.ndarray) -> tuple[float, ...]:
     """Lower empirical quantiles of an evenly strided sample."""
-    sample = np.sort(values[:: -(-values.size // SAMPLE)])
-    return tuple(sample[[int(p * (sample.size - 1)) for p in QUANTILES]].tolist())
+    sample = values[:: -(-values.size // SAMPLE)].copy()
+    sample.sort()
+    last = sample.size - 1
+    return tuple(sample[[int(p * last) for p in QUANTILES]].tolist())
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
