@@ -133,7 +133,7 @@ def test_a_run_folder_that_is_a_file_is_refused_before_any_model_is_loaded(world
 
 def test_a_damaged_script_names_its_line(world, tmp_path):
     script = tmp_path / "script.jsonl"
-    script.write_text('{"response": "ba"}\n{"reponse": "ab"}\n')
+    script.write_text('{"response": "ba"}\n{"answer": "ab"}\n')
     with pytest.raises(ConfigError, match="line 2"):
         list(train(configured(world, tmp_path / "run", f"trainfer.scripted_responses={script}")))
 
