@@ -18,6 +18,7 @@ from trainfer.plan.suggest import needs_cure, run_rules, suggest
 
 RELEASES: dict[Rules, Release] = {"verl-0.6": "0.6.1", "verl-0.9": "0.9.1"}
 MAX_NEAREST = 5
+_STOCK = "verl's stock configuration"
 
 
 def analyse(question: Question, rules: Rules | None = None) -> Plan:
@@ -158,12 +159,14 @@ def _structural_problems(question: Question, defaults: Mapping[str, object]) -> 
                 nearest_shown += 1
                 near = difflib.get_close_matches(entry.key, defaults, n=1, cutoff=0.75)
                 hint = f" Did you mean {near[0]}?" if near else ""
+            other = question.other_trainer
             yield Problem(
-                severity="error",
+                severity="error" if other is None else "warning",
                 when="config",
                 code="unknown_key",
                 keys=(entry.key,),
-                message=f"{entry.key} ({entry.source}) is not a key of this system.{hint}"
+                message=f"{entry.key} ({entry.source}) is not a key of {_STOCK if other else 'this system'}."
+                + (f" {other} may have it." if other else hint)
                 + (" A new key is added with +key=value." if entry.from_command else ""),
                 upstream_message=f"Could not override '{entry.key}'.\nTo append to your config use "
                 f"+{entry.key}={_plain(entry.value)}"

@@ -63,5 +63,7 @@ class Question:
     """What the reader wants said, such as constructs that are not known statically."""
     megatron: bool = False
     """True when the command chooses Megatron's configuration."""
+    other_trainer: str | None = None
+    """A training module other than the stock one; it may have keys of its own."""
     model: ModelShape | None = None
     """None where the model's ``config.json`` is not at hand."""

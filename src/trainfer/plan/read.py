@@ -5,6 +5,7 @@ attention heads where it is at hand.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from trainfer.plan import keys
 from trainfer.plan.question import Entry, ModelShape, NotStatic, Question
 
 MAX_CONFIG_BYTES = 1024 * 1024
+_STOCK = re.compile(r"verl[./]trainer[./]main_ppo(?:_v0)?(?:\.py)?$")
 _YAML_ENDINGS = (".yaml", ".yml", ".json")
 _OPTIONS_WITH_VALUE = ("--config-path", "--config-name", "--config-dir", "--package", "-cn", "-cp", "-cd")
 
@@ -103,6 +105,7 @@ def _script_question(path: Path, overrides: Sequence[str], variables: Mapping[st
         variables=launch.environment,
         notes=notes,
         megatron=megatron,
+        other_trainer=None if launch.program == "trainfer" or _STOCK.search(launch.target) else launch.target,
     )
 
 
