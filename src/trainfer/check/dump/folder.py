@@ -23,6 +23,8 @@ _SHARD_NAME = re.compile(r"step\d{1,18}/[A-Za-z0-9_]{1,64}-\d{4,9}\.safetensors"
 _PASS_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_RANKS = 1_000_000
+_SPARE_BYTES = 8192
+"""Blanks behind the first manifest, so that the last one fits in its place."""
 
 
 def new_run_id() -> str:
@@ -72,7 +74,7 @@ def claim(folder: Path, manifest: Manifest, *, leader: int) -> None:
         )
     held.mkdir()
     with path.open("xb") as file:
-        file.write(_encode(manifest))
+        file.write(_encode(manifest) + b" " * _SPARE_BYTES + b"\n")
 
 
 def _another_launch(folder: Path, manifest: Manifest) -> bool:
@@ -89,11 +91,26 @@ def _another_launch(folder: Path, manifest: Manifest) -> bool:
 
 
 def rewrite(folder: Path, manifest: Manifest, *, leader: int) -> None:
-    """Replace the rank's manifest as a whole: a reader sees the old or the new one."""
+    """Replace the rank's manifest as a whole: a reader sees the old or the new one.
+
+    On a full disk it is written over the old one, which was made with some room to spare.
+
+    Raises:
+        OSError: neither could be done.
+    """
     path = manifest_path(folder, manifest.rank, leader=leader)
     fresh = path.with_suffix(".new")
-    fresh.write_bytes(_encode(manifest))
-    fresh.replace(path)
+    data = _encode(manifest)
+    try:
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        room = path.stat().st_size
+        if len(data) > room:
+            raise
+        with path.open("r+b") as file:
+            file.write(data.ljust(room))
 
 
 def _encode(manifest: Manifest) -> bytes:

@@ -50,14 +50,24 @@ class ShardWriter:
         """Write a run of bytes; gives its offset in the file.
 
         Raises:
-            OSError: nothing of the run counts as written.
+            OSError: the disk took only a part; the tensors that lie in it whole are kept, up to ``end``.
         """
-        start = self.end
-        offset = start
-        while data:
-            written = os.pwrite(self._file, data, offset)
-            data = data[written:]
-            offset += written
+        start = offset = self.end
+        try:
+            while data:
+                written = os.pwrite(self._file, data, offset)
+                data = data[written:]
+                offset += written
+        except OSError:
+            tensors = [tensor for tensor in tensors if start + tensor.start + tensor.nbytes <= offset]
+            offset = max((start + tensor.start + tensor.nbytes for tensor in tensors), default=start)
+            os.ftruncate(self._file, offset)
+            self._enter(tensors, start, offset)
+            raise
+        self._enter(tensors, start, offset)
+        return start
+
+    def _enter(self, tensors: list[ShardTensor], start: int, end: int) -> None:
         for tensor in tensors:
             first = start + tensor.start - DATA_START
             self._header[tensor.name] = {
@@ -66,8 +76,7 @@ class ShardWriter:
                 "data_offsets": (first, first + tensor.nbytes),
             }
             self._header_bytes += _entry_bytes(tensor)
-        self.end = offset
-        return start
+        self.end = end
 
     def close(self) -> None:
         """Write the header; a file with no whole run in it is removed.

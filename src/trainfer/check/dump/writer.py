@@ -20,10 +20,8 @@ import numpy as np
 from trainfer.check.dump.checksum import checksum
 from trainfer.check.dump.folder import shard_name
 from trainfer.check.dump.lines import encode_line
-from trainfer.check.dump.records import Blob, RowsRecord, SequenceRecord, TensorRecord, WeightRecord
+from trainfer.check.dump.records import Blob, SequenceRecord, WeightRecord
 from trainfer.check.dump.shard import ShardTensor, ShardWriter
-
-BlobOwner = TensorRecord | RowsRecord | WeightRecord
 
 _FILES = ("index.jsonl", "tokens.jsonl", "weights.jsonl")
 _MAX_OPEN_SHARDS = 8
@@ -235,8 +233,7 @@ class DumpWriter:
     def _write(self, batch: _Batch) -> None:
         if batch.ready is not None:
             batch.ready()
-        if batch.parts:
-            self._write_parts(batch)
+        refused = self._write_parts(batch) if batch.parts else None
         lines: tuple[list[bytes], list[bytes], list[bytes]] = ([], [], [])
         for bare, ref in batch.entries:
             if ref is not None and ref.blob is None:
@@ -249,6 +246,8 @@ class DumpWriter:
         for file, chunk in zip(self._files, lines, strict=True):
             if chunk:
                 self._append_lines(file, b"".join(chunk))
+        if refused is not None:
+            raise refused
 
     def _append_lines(self, file: int, data: bytes) -> None:
         """All or nothing, as far as the disk lets us: a torn line would hide the ones after it."""
@@ -263,21 +262,28 @@ class DumpWriter:
             raise
         self.bytes_written += len(data)
 
-    def _write_parts(self, batch: _Batch) -> None:
+    def _write_parts(self, batch: _Batch) -> OSError | None:
+        """Append a batch's bytes and fill in where they are; gives the error where the disk took only a part."""
         assert batch.buffer is not None
         tensors = [part.tensor for part in batch.parts]
         shard, name = self._shard_for((batch.step, batch.pass_name), tensors)
         data = batch.buffer.data[: batch.used]
-        start = shard.append(data, tensors)
-        self.bytes_written += batch.used
+        start, refused = shard.end, None
+        try:
+            shard.append(data, tensors)
+        except OSError as error:
+            refused = error
+        self.bytes_written += shard.end - start
         for part in batch.parts:
             first, nbytes = part.tensor.start, part.tensor.nbytes
-            part.ref.blob = Blob(
-                shard=name,
-                offset=start + first,
-                nbytes=nbytes,
-                checksum=checksum(data[first : first + nbytes]),
-            )
+            if start + first + nbytes <= shard.end:
+                part.ref.blob = Blob(
+                    shard=name,
+                    offset=start + first,
+                    nbytes=nbytes,
+                    checksum=checksum(data[first : first + nbytes]),
+                )
+        return refused
 
     def _shard_for(self, key: tuple[int, str], tensors: list[ShardTensor]) -> tuple[ShardWriter, str]:
         shard = self._shards.pop(key, None)
