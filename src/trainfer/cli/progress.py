@@ -218,9 +218,9 @@ def closing_summary(run: NextSteps) -> str:
     ]
     lines.append(f"  checkpoint   {checkpoints[-1][1] if checkpoints else 'none (trainer.save_freq)'}")
     commands = _commands(run, finished=reached.last_step >= run.total, has_checkpoint=bool(checkpoints))
-    width = max(len(command) for command, _ in commands)
     lines.append("Next:")
-    lines += [f"  {command:<{width}}   {purpose}" for command, purpose in commands]
+    for command, purpose in commands:
+        lines += [f"  # {purpose}", f"  {command}"]
     return "\n".join(lines)
 
 
@@ -229,6 +229,11 @@ def _reached_lines(reached: RunDigest) -> list[str]:
     if reached.first_score is not None and reached.last_score is not None:
         lines.append(
             f"  score        {reached.first_score:.3f} (first quarter) -> {reached.last_score:.3f} (last quarter)"
+        )
+    if reached.near_misses:
+        lines.append(
+            f"  near misses  {reached.near_misses:,} responses held the right answer in a form that scores 0: "
+            "say in the prompt how to write it"
         )
     if reached.diff_max is not None:
         exact = (

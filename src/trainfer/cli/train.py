@@ -18,6 +18,8 @@ from trainfer.plan.step import plan_step
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from trainfer.workers.inputs import Inputs
+
 
 class ExplainedCommand(click.Command):
     """Adds every key of the configuration to ``--help``."""
@@ -77,6 +79,7 @@ def run_and_show(loaded: LoadedConfig, *, config: Path, command_line: str) -> No
         console.print(
             f"Run folder {folder}; steps {session.steps.start} to {total}.", highlight=False, soft_wrap=True
         )
+        console.print(_data_line(session.inputs), highlight=False, soft_wrap=True)
         with Progress(total=total, first_step=session.steps.start, console=console) as progress:
             for report in run_steps(session, watcher=progress):
                 progress.step(report)
@@ -89,6 +92,16 @@ def run_and_show(loaded: LoadedConfig, *, config: Path, command_line: str) -> No
     console.print(f"Report: {page}", highlight=False, soft_wrap=True)
 
 
+def _data_line(inputs: "Inputs") -> str:
+    """What was read, and what of it no step trains on."""
+    left_out = inputs.order.rows_left_out_per_epoch
+    return (
+        f"Data: {inputs.training.summary()}; {inputs.order.steps_per_epoch} steps an epoch"
+        + (f", the last {left_out} prompts of each epoch fill no step and are left out" if left_out else "")
+        + (f". Validation: {inputs.validation.summary()}." if inputs.validation else ". No validation data.")
+    )
+
+
 class _Warmup:
     """Shows the warm-up that makes the demonstration's model: about ten lines."""
 
@@ -98,9 +111,9 @@ class _Warmup:
         self._steps = warmup.steps if warmup is not None else 0
 
     def __call__(self, step: int, loss: float) -> None:
-        """``step`` counts from 0."""
-        if (step + 1) % max(1, self._steps // 10) == 0 or step + 1 == self._steps:
-            self._console.print(f"warm-up {step + 1}/{self._steps}  loss {loss:.3f}", highlight=False)
+        """``step`` counts from 1."""
+        if step % max(1, self._steps // 10) == 0 or step == self._steps:
+            self._console.print(f"warm-up {step}/{self._steps}  loss {loss:.3f}", highlight=False)
 
 
 def _log_to(console: "Console") -> None:

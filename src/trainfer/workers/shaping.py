@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from trainfer.config.schema import TrainConfig
 from trainfer.errors import EngineError
 from trainfer.train.advantage import group_advantages
+from trainfer.train.reward.registry import count_near_misses
 from trainfer.train.update.batch import training_sequences
 from trainfer.train.update.correction import ImportanceLevel, WeightBounds, rollout_weights
 from trainfer.train.update.kl import KlEstimator, sequence_kl
@@ -26,7 +27,7 @@ class ShapedStep:
     advantages: tuple[float, ...]
     training: tuple[TrainingSequence, ...]
     metrics: dict[str, float]
-    """Of the KL penalty and the importance weights, where there are any."""
+    """Near misses; the KL penalty and the importance weights, where there are any."""
 
 
 def shape(
@@ -61,7 +62,19 @@ def shape(
         rewards=tuple(rewards),
         advantages=tuple(advantages),
         training=tuple(training),
-        metrics={**penalty_metrics, **weight_metrics},
+        metrics={"critic/score/near_misses": _near_misses(sequences), **penalty_metrics, **weight_metrics},
+    )
+
+
+def _near_misses(sequences: Sequence[SampledSequence]) -> float:
+    """Responses that score 0 by their form alone: they explain a reward that stays flat."""
+    prompts = [sequence.prompt for sequence in sequences]
+    return float(
+        count_near_misses(
+            [prompt.data_source for prompt in prompts],
+            [sequence.response_text for sequence in sequences],
+            [prompt.ground_truth for prompt in prompts],
+        )
     )
 
 

@@ -32,7 +32,7 @@ def test_each_response_token_trains_with_its_sequences_advantage():
     assert out.training[0].prompt_length == 2
     assert out.training[0].loss_mask == (True, True)
     assert out.training[0].old_logprobs is None
-    assert out.metrics == {}
+    assert out.metrics == {"critic/score/near_misses": 0.0}
 
 
 def test_dr_grpo_leaves_the_deviation_out():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 SCORE = "critic/score/mean"
+NEAR_MISSES = "critic/score/near_misses"
 DIFF_MAX = "mismatch/logp_abs_diff_max"
 BITWISE = "mismatch/bitwise_equal_fraction"
 FINGERPRINT = "weights/fingerprint_match"
@@ -29,6 +30,8 @@ class RunDigest:
     first_score: float | None
     """Mean over the first quarter of the steps (at least one)."""
     last_score: float | None
+    near_misses: int
+    """Responses with the right answer in a form that scores 0."""
     diff_max: float | None
     """Largest |Δlogp| of any token of any step; None where it was not measured."""
     bitwise_fraction: float | None
@@ -51,7 +54,7 @@ def digest(steps: Iterable[tuple[int, Mapping[str, float]]]) -> RunDigest | None
     scores: list[float] = []
     diffs: list[float] = []
     bitwise: list[tuple[int, float]] = []
-    last_step = num_steps = tokens = proven = checked = 0
+    last_step = num_steps = tokens = proven = checked = near_misses = 0
     seconds = 0.0
     for step, metrics in steps:
         if step == 0:  # validation before training
@@ -60,6 +63,7 @@ def digest(steps: Iterable[tuple[int, Mapping[str, float]]]) -> RunDigest | None
         seconds += metrics.get(STEP_SECONDS, 0.0)
         step_tokens = response_tokens(metrics)
         tokens += step_tokens
+        near_misses += round(metrics.get(NEAR_MISSES, 0.0))
         if SCORE in metrics:
             scores.append(metrics[SCORE])
         if DIFF_MAX in metrics:
@@ -78,6 +82,7 @@ def digest(steps: Iterable[tuple[int, Mapping[str, float]]]) -> RunDigest | None
         seconds=seconds,
         first_score=fmean(scores[:quarter]) if scores else None,
         last_score=fmean(scores[-quarter:]) if scores else None,
+        near_misses=near_misses,
         diff_max=_largest(diffs),
         bitwise_fraction=_weighted(bitwise),
         response_tokens=tokens,
