@@ -27,6 +27,8 @@ from trainfer.train.journal.metrics import read_metrics
 
 _RECENT_STEPS = 20
 """Time left is reckoned from this many steps."""
+_WORTH_SAYING = 0.01
+"""Share of near misses among the responses above which the closing summary speaks of them."""
 _STAGE_NAMES = {
     "gen": "sampling",
     "reward": "scoring",
@@ -230,7 +232,7 @@ def _reached_lines(reached: RunDigest) -> list[str]:
         lines.append(
             f"  score        {reached.first_score:.3f} (first quarter) -> {reached.last_score:.3f} (last quarter)"
         )
-    if reached.near_misses:
+    if reached.near_misses > _WORTH_SAYING * reached.num_responses:
         lines.append(
             f"  near misses  {reached.near_misses:,} responses held the right answer in a form that scores 0: "
             "say in the prompt how to write it"

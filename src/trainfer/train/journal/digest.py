@@ -31,7 +31,8 @@ class RunDigest:
     """Mean over the first quarter of the steps (at least one)."""
     last_score: float | None
     near_misses: int
-    """Responses with the right answer in a form that scores 0."""
+    """Responses with the right answer in a form that scores 0, of ``num_responses``."""
+    num_responses: int
     diff_max: float | None
     """Largest |Δlogp| of any token of any step; None where it was not measured."""
     bitwise_fraction: float | None
@@ -44,9 +45,15 @@ class RunDigest:
 
 def response_tokens(metrics: Mapping[str, float]) -> int:
     """Sampled tokens of a step: mean response length times sequences; 0 where the step did not say."""
-    total, mean = metrics.get("perf/total_num_tokens", 0.0), metrics.get("global_seqlen/mean", 0.0)
-    tokens = metrics.get("response_length/mean", 0.0) * total / mean if mean > 0 else 0.0
+    tokens = metrics.get("response_length/mean", 0.0) * num_sequences(metrics)
     return round(tokens) if math.isfinite(tokens) else 0
+
+
+def num_sequences(metrics: Mapping[str, float]) -> int:
+    """Sequences of a step: all tokens over their mean number; 0 where the step did not say."""
+    total, mean = metrics.get("perf/total_num_tokens", 0.0), metrics.get("global_seqlen/mean", 0.0)
+    count = total / mean if mean > 0 else 0.0
+    return round(count) if math.isfinite(count) else 0
 
 
 def digest(steps: Iterable[tuple[int, Mapping[str, float]]]) -> RunDigest | None:
@@ -54,7 +61,7 @@ def digest(steps: Iterable[tuple[int, Mapping[str, float]]]) -> RunDigest | None
     scores: list[float] = []
     diffs: list[float] = []
     bitwise: list[tuple[int, float]] = []
-    last_step = num_steps = tokens = proven = checked = near_misses = 0
+    last_step = num_steps = tokens = proven = checked = near_misses = responses = 0
     seconds = 0.0
     for step, metrics in steps:
         if step == 0:  # validation before training
@@ -64,6 +71,7 @@ def digest(steps: Iterable[tuple[int, Mapping[str, float]]]) -> RunDigest | None
         step_tokens = response_tokens(metrics)
         tokens += step_tokens
         near_misses += round(metrics.get(NEAR_MISSES, 0.0))
+        responses += num_sequences(metrics)
         if SCORE in metrics:
             scores.append(metrics[SCORE])
         if DIFF_MAX in metrics:
@@ -83,6 +91,7 @@ def digest(steps: Iterable[tuple[int, Mapping[str, float]]]) -> RunDigest | None
         first_score=fmean(scores[:quarter]) if scores else None,
         last_score=fmean(scores[-quarter:]) if scores else None,
         near_misses=near_misses,
+        num_responses=responses,
         diff_max=_largest(diffs),
         bitwise_fraction=_weighted(bitwise),
         response_tokens=tokens,
