@@ -135,20 +135,20 @@ def test_the_summary_says_what_was_reached_and_what_comes_next(tmp_path):
         f"  checkpoint   {tmp_path}/my run/checkpoints/global_step_8",
     ]
     for command in (
-        f"trainfer report '{tmp_path}/my run' ",
+        f"trainfer report '{tmp_path}/my run'",
         "trainfer eval a.yaml",
-        f"trainfer export '{tmp_path}/my run' ",
-        "tensorboard --logdir",
+        f"trainfer export '{tmp_path}/my run' '{tmp_path}/my run'/exported",
+        f"tensorboard --logdir '{tmp_path}/my run'/tensorboard",
         "trainfer train a.yaml trainer.total_training_steps=16",
     ):
-        assert command in text
+        assert f"  {command}\n" in f"{text}\n"
 
 
 def test_a_stopped_run_says_how_to_resume(tmp_path):
     text = closing_summary(finished(tmp_path, 4, total=8, checkpoint=False))
     assert text.startswith("Stopped after step 4 of 8: 4 steps")
     assert "none (trainer.save_freq)" in text
-    assert "trainfer train a.yaml   " in text
+    assert text.endswith("  # resume from the newest checkpoint\n  trainfer train a.yaml")
     assert "trainfer export" not in text
 
 
@@ -156,7 +156,7 @@ def test_the_longer_run_names_its_number_of_steps_once(tmp_path):
     run = finished(tmp_path, 8, total=8)
     command = "trainfer train a.yaml trainer.total_training_steps=8 'data.train_files=[a b]'"
     text = closing_summary(replace(run, train_command=command))
-    assert "  trainfer train a.yaml 'data.train_files=[a b]' trainer.total_training_steps=16 " in text
+    assert "  trainfer train a.yaml 'data.train_files=[a b]' trainer.total_training_steps=16" in text
 
 
 def test_a_run_without_a_step_says_so(tmp_path):
