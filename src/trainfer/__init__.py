@@ -13,10 +13,11 @@ import importlib
 _PUBLIC = {
     "Rows": "trainfer.check.probe.given",
     "capture": "trainfer.check.probe.capture",
+    "compare": "trainfer.integrations.dumps",
 }
 """Public name and the module that defines it; loaded at first use."""
 
-__all__ = ["Rows", "capture"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["Rows", "capture", "compare"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

@@ -33,6 +33,10 @@ VERBS: Mapping[str, Verb] = {
     "generate": Verb(module="trainfer.cli.generate", summary="Sample responses to prompts of your own."),
     "export": Verb(module="trainfer.cli.export", summary="Write a checkpoint as a Hugging Face folder."),
     "report": Verb(module="trainfer.cli.report", summary="Write report.html of a run folder."),
+    "compare": Verb(
+        module="trainfer.cli.compare", summary="Compare two dumps row by row: ROLLOUT_DUMP TRAIN_DUMP."
+    ),
+    "inspect": Verb(module="trainfer.cli.inspect", summary="Say what is in a dump, and what is damaged: DUMP."),
     "doctor": Verb(module="trainfer.cli.doctor", summary="Say what is installed and what will work."),
 }
 """A verb is added by one line here and one module with ``command``."""

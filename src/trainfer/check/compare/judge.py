@@ -64,7 +64,12 @@ def judge(results: Sequence[PointResult], tolerances: Tolerances) -> Judged:
         status = _status(result, bound, fresh)
         if result.point.direction == "output" and status is Status.DIVERGED:
             introduced[len(judged)] = fresh
-        judged.append(replace(result, status=status, tolerance=bound.absolute))
+        tolerance = (
+            min(bound.absolute, bound.own + bound.gain * incoming[run_key(result)])
+            if inputs
+            else bound.absolute
+        )
+        judged.append(replace(result, status=status, tolerance=tolerance))
     return Judged(points=tuple(judged), modules=_modules(judged, introduced, incoming), introduced=introduced)
 
 

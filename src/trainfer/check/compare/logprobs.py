@@ -206,9 +206,9 @@ def _scale(record: SequenceRecord) -> float:
 
 
 def judge_logprobs(
-    result: LogprobResult, model_dtype: str, tolerances: Tolerances, *, with_logits: bool
+    result: LogprobResult, model_dtype: str, tolerances: Tolerances, *, proven_logits: bool
 ) -> Stage:
-    """The stage's status: equal bits, within what the logits allow, or neither."""
+    """The stage's status: equal bits, within what the logits (or, if those are not proven, the dtype) allow, or neither."""
     off = np.abs(result.difference)
     count = len(off)
     mean, worst = float(np.mean(off)), float(np.max(off))
@@ -218,8 +218,10 @@ def judge_logprobs(
         return Stage(name="logprobs", status=Status.DIVERGED, summary=f"{text}; {odd} tokens are not finite")
     if not off.any():
         return Stage(name="logprobs", status=Status.EQUAL, summary=f"{count} tokens have equal log-probs")
-    means = tolerances.logprobs.without_logits_mean
     too_far = bool((off > result.allowed).any())
-    if not with_logits:
-        too_far = too_far or mean > means.get(model_dtype, max(means.values()))
+    if not proven_logits:
+        limits = tolerances.logprobs
+        largest = limits.without_logits.get(model_dtype, max(limits.without_logits.values()))
+        average = limits.without_logits_mean.get(model_dtype, max(limits.without_logits_mean.values()))
+        too_far = too_far or worst > largest or mean > average
     return Stage(name="logprobs", status=Status.DIVERGED if too_far else Status.ROUNDING, summary=text)

@@ -256,7 +256,8 @@ class _Tail:
         if self.result is None:
             text = "no sequence has log-probs on both sides under one policy"
             return Stage(name="logprobs", status=Status.NOT_CHECKED, summary=text)
-        judged = judge_logprobs(self.result, self._dtype, self._limits, with_logits=self._with_logits)
+        proven = self._with_logits and behind in (Status.EQUAL, Status.ROUNDING)
+        judged = judge_logprobs(self.result, self._dtype, self._limits, proven_logits=proven)
         if self._weights.findings and behind is Status.NOT_CHECKED and judged.status is Status.DIVERGED:
             return Stage(
                 name="logprobs",

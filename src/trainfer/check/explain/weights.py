@@ -39,7 +39,7 @@ def _cause_of(finding: WeightFinding, changed: Sequence[WeightFinding]) -> str:
     if finding.same_as:
         fused = all(item.module.rpartition(".")[2] in _FUSED_PARTS for item in changed if item.same_as)
         return "weights.fused_copy" if fused and not finding.same_as.startswith("fused") else "weights.stale"
-    return "module.unknown"
+    return "weights.changed"
 
 
 def _cause(cause: str, members: Sequence[WeightFinding], comparison: Comparison) -> Cause:
@@ -53,7 +53,7 @@ def _cause(cause: str, members: Sequence[WeightFinding], comparison: Comparison)
         stage="weights",
         module=members[0].module,
         share_explained=None,
-        confirmed=cause != "module.unknown",
+        confirmed=True,
         evidence=tuple(evidence),
         fix=fix_for(cause),
     )

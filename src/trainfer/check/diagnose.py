@@ -1,0 +1,122 @@
+"""Compare two sides and say what it means: the check half's last step, strung together.
+
+Takes two readable sides; gives a ``Diagnosis`` that can be looked at, printed and written. This is the only module of
+the check half that knows comparison, explanation and report at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainfer.check.align.names import NameMap
+from trainfer.check.compare.records import Comparison, Verdict
+from trainfer.check.compare.run import run_stages
+from trainfer.check.compare.source import ReadableSide
+from trainfer.check.explain.records import Cause, Explanation, FirstDivergence
+from trainfer.check.explain.tokens import Decode
+from trainfer.check.explain.verdict import explain
+from trainfer.check.report.comparison import ReportNames, render_comparison
+from trainfer.check.report.document import Document, document, encode
+from trainfer.check.report.tables import rows_of, write_csv, write_xlsx
+from trainfer.check.report.text import summary
+from trainfer.errors import DumpError
+
+EXIT_CODES = {Verdict.EQUAL: 0, Verdict.ROUNDING: 0, Verdict.DIVERGED: 1, Verdict.INCOMPARABLE: 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """The result of ``trainfer.compare``.
+
+    Example: ``result.verdict`` is ``"diverged"``, ``result.first_divergence.module`` is ``"model.rotary_emb"``.
+    """
+
+    explanation: Explanation
+    names: ReportNames
+
+    @property
+    def verdict(self) -> str:
+        """``equal``, ``rounding``, ``diverged`` or ``incomparable``."""
+        return self.explanation.verdict.value
+
+    @property
+    def first_divergence(self) -> FirstDivergence | None:
+        """Stage, module, tokens and pass where the sides part first; None where they do not."""
+        return self.explanation.first_divergence
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """Why, the first cause first."""
+        return self.explanation.causes
+
+    @property
+    def comparison(self) -> Comparison:
+        """Everything that was measured."""
+        return self.explanation.comparison
+
+    @property
+    def exit_code(self) -> int:
+        """0 equal or rounding, 1 diverged, 2 incomparable."""
+        return EXIT_CODES[self.explanation.verdict]
+
+    def document(self) -> Document:
+        """What ``result.json`` holds."""
+        return document(self.explanation)
+
+    def json(self) -> str:
+        """``result.json`` as text."""
+        return encode(self.document()).decode()
+
+    def summary(self) -> str:
+        """The terminal's view."""
+        return summary(self.explanation)
+
+    def write(self, folder: str | Path) -> Path:
+        """Write ``result.json``, ``report.html``, ``modules.csv`` and ``modules.xlsx``; gives the folder.
+
+        Raises:
+            DumpError: the folder cannot be written.
+        """
+        path = Path(folder)
+        rows = rows_of(self.explanation)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "result.json").write_bytes(encode(self.document()))
+            (path / "report.html").write_text(
+                render_comparison(self.explanation, self.names), encoding="utf-8"
+            )
+            write_csv(rows, path / "modules.csv")
+            write_xlsx(rows, path / "modules.xlsx")
+        except OSError as error:
+            raise DumpError(
+                f"{path} cannot be written: {error.strerror}; give another --out folder"
+            ) from error
+        return path
+
+
+def diagnose(
+    rollout: ReadableSide,
+    train: ReadableSide,
+    *,
+    names: NameMap | None = None,
+    decode: Decode | None = None,
+    texts: Mapping[int, str] | None = None,
+) -> Diagnosis:
+    """Compare two sides.
+
+    Args:
+        rollout: The side that generated.
+        train: The side that trains.
+        names: Rules for modules' names; None takes trainfer's own.
+        decode: Token ids -> text.
+        texts: Text of each token id, for the report.
+    """
+    explanation = explain(run_stages(rollout, train, names=names), decode=decode, texts=texts)
+    return Diagnosis(
+        explanation=explanation, names=ReportNames(rollout=_last(rollout.name), train=_last(train.name))
+    )
+
+
+def _last(name: str) -> str:
+    parts: Sequence[str] = Path(name).parts
+    return "/".join(parts[-2:])
