@@ -20,7 +20,9 @@ PLAIN = [
 
 
 def heavy_modules_after(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys; print(*(sys.modules.keys() & {{'torch', 'transformers', 'ray', 'vllm'}}))"
+    code = (
+        f"{statement}\nimport sys; print(*(sys.modules.keys() & {{'torch', 'transformers', 'ray', 'vllm'}}))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(run.stdout.split())
 

@@ -30,7 +30,9 @@ def test_no_function_over_60_lines(file: Path):
 
 @pytest.mark.parametrize("file", FILES, ids=names)
 def test_every_module_says_what_it_is(file: Path):
-    assert ast.get_docstring(ast.parse(file.read_text())), "a module opens with what it takes, gives and leaves out"
+    assert ast.get_docstring(ast.parse(file.read_text())), (
+        "a module opens with what it takes, gives and leaves out"
+    )
 
 
 def test_run_is_one_screenful():
