@@ -143,13 +143,7 @@ class Dump:
         Raises:
             DamagedRecordError: missing, truncated, changed, or not a shard at all.
         """
-        try:
-            with open_shard(rank_folder(self.folder, rank), blob.shard) as file:
-                data = _read_blob(file, blob)
-        except DamagedRecordError:
-            raise
-        except (DumpError, OSError) as error:
-            raise DamagedRecordError(str(error)) from error
+        data = self._with_shard(rank, blob, _read_blob)
         found = checksum(data)
         if found != blob.checksum:
             raise DamagedRecordError(
@@ -157,6 +151,23 @@ class Dump:
                 f"the index says {blob.checksum}; the file was changed"
             )
         return data
+
+    def check(self, rank: int, blob: Blob) -> None:
+        """Look whether a blob lies within its shard, without reading it.
+
+        Raises:
+            DamagedRecordError: missing, truncated, or not a shard at all.
+        """
+        self._with_shard(rank, blob, _check_blob)
+
+    def _with_shard(self, rank: int, blob: Blob, action: Callable[[BinaryIO, Blob], T]) -> T:
+        try:
+            with open_shard(rank_folder(self.folder, rank), blob.shard) as file:
+                return action(file, blob)
+        except DamagedRecordError:
+            raise
+        except (DumpError, OSError) as error:
+            raise DamagedRecordError(str(error)) from error
 
     def _lines(self, rank: int, name: str, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
         path = rank_folder(self.folder, rank) / name
@@ -176,7 +187,7 @@ class Dump:
         self._problems[problem] = None
 
 
-def _read_blob(file: BinaryIO, blob: Blob) -> bytearray:
+def _check_blob(file: BinaryIO, blob: Blob) -> None:
     _refuse_foreign(file.read(9), blob.shard)
     size = file.seek(0, 2)
     if blob.nbytes < 0 or blob.offset < DATA_START or blob.offset + blob.nbytes > size:
@@ -184,6 +195,10 @@ def _read_blob(file: BinaryIO, blob: Blob) -> bytearray:
             f"{blob.shard} ends at byte {size}; the record needs bytes {blob.offset} to "
             f"{blob.offset + blob.nbytes}"
         )
+
+
+def _read_blob(file: BinaryIO, blob: Blob) -> bytearray:
+    _check_blob(file, blob)
     file.seek(blob.offset)
     data = file.read(blob.nbytes)
     if len(data) != blob.nbytes:

@@ -247,17 +247,24 @@ class Capture:
         self._config = config
 
     def _why_empty(self, session: _Session) -> str | None:
-        if session.hooks.fired and session.hooks.inner_fired:
+        fired, count = session.hooks.fired, session.num_modules
+        is_compiled = any(_is_compiled(module) for module in self._model.modules())
+        if session.hooks.inner_fired:
+            if is_compiled and len(fired) < count:
+                session.sink.incomplete(
+                    f"{count - len(fired)} of {count} modules never fired, and parts of the model are compiled: "
+                    "what happens inside them is not in the dump"
+                )
             return None
-        compiled = any(_is_compiled(module) for module in self._model.modules())
-        count = len(session.hooks.fired)
-        why = (
-            "the model was compiled before the capture began, and compiled code runs no hooks; capture first and "
-            "compile inside, or capture the eager model"
-            if compiled
-            else "no forward call of the captured model happened inside the capture; hand over the module that is called"
+        if fired or is_compiled:
+            return (
+                f"{len(fired)} of {count} modules fired: the model was compiled before the capture began, and compiled "
+                "code runs no hooks; capture first and compile inside, or capture the eager model"
+            )
+        return (
+            f"0 of {count} modules fired: no forward call of the captured model happened inside the capture; hand over "
+            "the module that is called"
         )
-        return f"{count} of {session.num_modules} modules fired: {why}"
 
     def _first_manifest(self) -> Manifest:
         model = self._model

@@ -80,7 +80,9 @@ class ModuleHooks:
         self._functions: FunctionWatcher | None = None
         self.fired: set[str] = set()
         self._handles: list[RemovableHandle] = []
-        before, after = _eager(self._before), _eager(self._after)
+        # In code that is compiled while the hooks are on, they break the graph and run eagerly.
+        before = cast("Callable[..., None]", torch.compiler.disable(self._before))
+        after = cast("Callable[..., None]", torch.compiler.disable(self._after))
         for module in modules.values():
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
@@ -193,19 +195,6 @@ class ModuleHooks:
         self._sink.record(frame.call, place, tensor, head=frame.name in self._heads)
         if self._gradients is not None and tensor.requires_grad:
             self._gradients.watch(frame.call, place, tensor, head=False)
-
-
-def _eager(hook: Callable[..., None]) -> Callable[..., None]:
-    """Kept out of compiled graphs: a graph is broken around it. Costs nothing in eager code."""
-    outside = cast("Callable[..., None]", torch.compiler.disable(hook))
-
-    def run(*arguments: object) -> None:
-        if torch.compiler.is_compiling():
-            outside(*arguments)
-        else:
-            hook(*arguments)
-
-    return run
 
 
 def _head_names(modules: Mapping[str, nn.Module], names: Mapping[int, str]) -> frozenset[str]:
