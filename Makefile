@@ -44,7 +44,7 @@ check: $(READY)  ## format, lint, types, import rules, spelling, dependencies
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/deptry src
-	$(BIN)/pyright
+	$(BIN)/pyright --threads 2
 
 fix: $(READY)  ## format and repair what can be repaired
 	$(BIN)/ruff format .
