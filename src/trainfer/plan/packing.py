@@ -7,7 +7,7 @@ Axes: N sequences, R ranks.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from trainfer.errors import PlanError
 
@@ -52,6 +52,45 @@ def micro_batches(
     if max_tokens is None or max_tokens < 1:
         raise PlanError(f"a micro-batch of {max_tokens} tokens is none; set at least 1.")
     return _under_token_budget(lengths, max_tokens=max_tokens, at_least=at_least)
+
+
+def micro_batches_of_groups(
+    lengths: Sequence[int],
+    groups: Sequence[Hashable],
+    *,
+    max_sequences: int | None,
+    max_tokens: int | None,
+) -> list[list[int]]:
+    """As many micro-batches as ``micro_batches`` makes, with the sequences of a group side by side.
+
+    A forward computes a prompt once for all its sequences, so a group that is spread over micro-batches costs more.
+    Groups come in the order of their first sequences and are cut only where a limit asks for it; where that would take
+    more micro-batches under a token budget, the answer is that of ``micro_batches``.
+
+    Args:
+        lengths: Tokens per sequence, ``[N]``.
+        groups: Whose group each sequence is.
+        max_sequences: See ``micro_batches``.
+        max_tokens: See ``micro_batches``; shared prompts count once per sequence.
+    """
+    even = micro_batches(lengths, max_sequences=max_sequences, max_tokens=max_tokens)
+    firsts: dict[Hashable, int] = {}
+    for index, group in enumerate(groups):
+        firsts.setdefault(group, index)
+    order = sorted(range(len(lengths)), key=lambda index: (firsts[groups[index]], index))
+    if max_tokens is None:
+        sizes = [len(order) // len(even) + (part < len(order) % len(even)) for part in range(len(even))]
+        ends = [sum(sizes[: part + 1]) for part in range(len(sizes))]
+        return _in_order([order[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+    together: list[list[int]] = []
+    tokens = max_tokens
+    for index in order:
+        if tokens + lengths[index] > max_tokens:
+            together.append([])
+            tokens = 0
+        together[-1].append(index)
+        tokens += lengths[index]
+    return _in_order(together) if len(together) <= len(even) else even
 
 
 def balance(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:

@@ -245,8 +245,8 @@ def critic(asked: Asked) -> Iterator[Problem]:
             keys.CRITIC_MICRO,
             keys.ADVANTAGE,
             message=f"{keys.CRITIC_MICRO} is not set.{hint}",
-            upstream="[critic] Please set at least one of 'critic.ppo_micro_batch_size' or "
-            "'critic.ppo_micro_batch_size_per_gpu'.",
+            upstream="[critic] Please set at least one of 'critic.micro_batch_size' or "
+            "'critic.micro_batch_size_per_gpu'.",
         )
     if overall is not None and mini % overall:
         yield report(
