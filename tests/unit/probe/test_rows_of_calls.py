@@ -157,6 +157,21 @@ def test_the_packed_forward_of_the_trainer_is_read_and_its_dummy_rows_have_no_ke
     assert len(table) == logits.shape[1]
 
 
+def test_a_prompt_that_the_trainer_computes_once_is_one_row_per_token(model, tmp_path: Path):
+    from trainfer.integrations.transformers.tiny import tiny_model
+
+    prompt = list(range(20, 40))
+    sequences = [[*prompt, 7, 8], [*prompt, 9], [*prompt, 7, 10]]
+    batch = pack(sequences, [20] * 3, device="cpu")
+    with trainfer.capture(tiny_model("qwen2"), tmp_path / "shared", side="train") as cap:
+        forward_logits(cap._model, batch)
+    with trainfer.capture(model, tmp_path / "alone", side="train"):
+        for tokens in sequences:
+            model(torch.tensor([tokens]))
+    assert keys(tmp_path / "shared").keys() == keys(tmp_path / "alone").keys()
+    assert sum(keys(tmp_path / "shared").values()) == 20 + 2 + 1 + 2
+
+
 def test_chunked_prefill_and_a_crop_go_on_from_the_cache(model, tmp_path: Path):
     from transformers import DynamicCache
 

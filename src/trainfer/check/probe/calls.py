@@ -18,7 +18,7 @@ from trainfer.check.dump.writer import DumpWriter
 from trainfer.check.probe.call import ForwardCall, SlotSubset
 from trainfer.check.probe.given import Rows
 from trainfer.check.probe.leaves import KeyValueCache
-from trainfer.check.probe.root import RootCall, cache_of_output, named_prefixes, read_root_call
+from trainfer.check.probe.root import RootCall, cache_of_output, named_prefixes, packed_layout, read_root_call
 from trainfer.check.probe.rows import CacheHistory, RowTable, RowTracker, is_decode, rows_to_keep
 from trainfer.check.probe.settings import CaptureSettings
 from trainfer.check.probe.sink import TensorSink
@@ -162,6 +162,9 @@ class CallBook:
         rows = self.rows() if callable(self.rows) else self.rows
         if rows is not None:
             return self._tracker.from_rows(rows, root.inputs.batch * root.inputs.length), None
+        layout = packed_layout(kwargs)
+        if layout is not None:
+            return self._tracker.from_layout(layout, root.inputs.batch * root.inputs.length), None
         prefixes = named_prefixes(kwargs)
         if prefixes is not None:
             return self._tracker.from_prefixes(prefixes, root.inputs.batch * root.inputs.length), None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainfer.check.probe.leaves import KeyValueCache, argument_leaves
 from trainfer.check.probe.rows import CallInputs, NamedPrefix
-from trainfer.exact.packed import PackedPlan
+from trainfer.exact.layout import RowLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,6 @@ def read_root_call(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[
         positions_BT=_positions(positions, batch, length),
         segment_starts=_integers(starts) if isinstance(starts, Tensor) else None,
         cached=length_before,
-        num_dummies=_num_dummies(named.get("attention_plan"), length),
     )
     return RootCall(
         inputs=inputs,
@@ -72,13 +71,20 @@ class NamesItsRows(Protocol):
 
 
 @runtime_checkable
-class CountsItsRows(Protocol):
-    """An attention plan of packed sequences that knows how many of its rows are real."""
+class HasLayout(Protocol):
+    """An attention plan of sequences packed on one row axis."""
 
     @property
-    def num_rows(self) -> int:
-        """Rows before the dummies."""
+    def layout(self) -> RowLayout:
+        """Which rows each sequence consists of; what follows its rows is dummies."""
         ...
+
+
+def packed_layout(kwargs: Mapping[str, object]) -> RowLayout | None:
+    """The layout behind the call's attention plan, where it has one."""
+    plan = kwargs.get("attention_plan")
+    layout = plan.layout if isinstance(plan, HasLayout) else None
+    return layout if isinstance(layout, RowLayout) else None
 
 
 def named_prefixes(kwargs: Mapping[str, object]) -> Sequence[NamedPrefix | None] | None:
@@ -129,15 +135,6 @@ def _positions(positions: object, batch: int, length: int) -> np.ndarray | None:
         return None
     fits = positions.shape[0] in (1, batch) and positions.shape[1] == length
     return _integers(positions) if fits else None
-
-
-def _num_dummies(plan: object, length: int) -> int:
-    """The packed plan of ``exact`` sends its surplus rows to where the first row's result lies."""
-    if isinstance(plan, CountsItsRows):
-        return max(0, length - plan.num_rows)
-    if not isinstance(plan, PackedPlan):
-        return 0
-    return int(torch.count_nonzero(plan.output_rows[1:] == plan.output_rows[0]))
 
 
 def _kept_columns(kept: object, length: int) -> np.ndarray | None:

@@ -17,6 +17,7 @@ from trainfer.check.dump.digest import EMPTY, prefix_digests, token_words
 from trainfer.check.dump.reader import ROW_TYPE
 from trainfer.check.dump.records import MISSING, RowCounts, RowLayout
 from trainfer.check.probe.given import Rows
+from trainfer.exact.layout import RowLayout as PackedRows
 
 NamedPrefix = tuple[Hashable, Sequence[int]]
 """A sequence's name and its tokens from position 0 up to and with a row."""
@@ -41,8 +42,6 @@ class CallInputs:
     """Cumulative lengths of packed sequences (``cu_seq_lens_q``)."""
     cached: int = 0
     """Slots that the cache held before the call."""
-    num_dummies: int = 0
-    """Slots at the end that the caller knows to be padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +105,22 @@ class RowTracker:
         padding = int(np.count_nonzero(slots["position"] == MISSING)) - unknown
         counts = RowCounts(padding=padding, cached=cached, unknown=unknown)
         return RowTable(slots=slots, layout=RowLayout.GIVEN, counts=counts)
+
+    def from_layout(self, layout: PackedRows, num_slots: int) -> RowTable:
+        """A packed call whose plan knows its sequences; rows that several share count once, and dummies not at all."""
+        tokens_T = np.asarray(layout.token_ids, dtype=np.int64)
+        slots = np.full(max(num_slots, len(tokens_T)), BLANK)
+        numbers = self._new_sequences(len(layout.sequences))
+        for number, sequence in zip(numbers, layout.sequences, strict=True):
+            positions = np.arange(sequence.length)
+            rows = np.fromiter(sequence.rows(range(sequence.length)), dtype=np.int64, count=sequence.length)
+            digests = prefix_digests(tokens_T[rows])
+            fresh = slots["position"][rows] == MISSING
+            own = rows[fresh]
+            slots["digest"][own], slots["sequence"][own] = digests[fresh], number
+            slots["position"][own], slots["token"][own] = positions[fresh], tokens_T[own]
+        padding = int(np.count_nonzero(slots["position"] == MISSING))
+        return RowTable(slots=slots, layout=RowLayout.PACKED, counts=RowCounts(padding=padding))
 
     def from_prefixes(self, prefixes: Sequence[NamedPrefix | None], num_slots: int) -> RowTable:
         """A call whose plan names each row's sequence and all its tokens up to the row; None for a dummy row."""
@@ -254,7 +269,7 @@ def packed_segments(inputs: CallInputs) -> np.ndarray | None:
     if inputs.segment_starts is not None and inputs.batch == 1:
         segments_T = np.searchsorted(inputs.segment_starts, np.arange(inputs.length), side="right") - 1
         segments_T[segments_T >= len(inputs.segment_starts) - 1] = -1
-        return _drop_dummies(segments_T[None], inputs)
+        return segments_T[None]
     if mask is not None and mask.max(initial=0) > 1:
         return np.where(mask == 0, -1, mask)
     if inputs.positions_BT is None or (mask is not None and not mask.all()):
@@ -264,9 +279,9 @@ def packed_segments(inputs: CallInputs) -> np.ndarray | None:
     steps_on = np.diff(positions_BT, axis=1) == 1
     if not starts_BT[:, 0].all() or not (steps_on | starts_BT[:, 1:]).all():
         return None
-    if np.count_nonzero(starts_BT) == inputs.batch and not inputs.num_dummies:
+    if np.count_nonzero(starts_BT) == inputs.batch:
         return None
-    return _drop_dummies(np.cumsum(starts_BT, axis=1) - 1, inputs)
+    return np.cumsum(starts_BT, axis=1) - 1
 
 
 def is_decode(table: RowTable) -> bool:
@@ -284,14 +299,6 @@ def rows_to_keep(slots: np.ndarray, token_range: tuple[int, int] | None) -> np.n
     if token_range is None:
         return None
     return np.flatnonzero((slots["position"] >= token_range[0]) & (slots["position"] < token_range[1]))
-
-
-def _drop_dummies(segments_BT: np.ndarray, inputs: CallInputs) -> np.ndarray:
-    if not inputs.num_dummies:
-        return segments_BT
-    segments_BT = segments_BT.copy()
-    segments_BT[:, inputs.length - inputs.num_dummies :] = -1
-    return segments_BT
 
 
 def _unknown(inputs: CallInputs, note: str) -> RowTable:
