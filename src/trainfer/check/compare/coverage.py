@@ -88,7 +88,11 @@ def _unmatched(join: PointJoin, judged: Judged) -> list[str]:
         if module.status is Status.UNMATCHED
     ]
     for side, points in (("rollout", join.rollout_only), ("train", join.train_only)):
-        names += [f"{name} (only in {side})" for name in dict.fromkeys(_outputs(points)) if name not in met]
+        names += [
+            f"{name or '(model)'} (only in {side})"
+            for name in dict.fromkeys(_outputs(points))
+            if name not in met
+        ]
     return list(dict.fromkeys(names))
 
 

@@ -60,7 +60,10 @@ def judge(results: Sequence[PointResult], tolerances: Tolerances) -> Judged:
         inputs = [r for r in runs[run_key(result)] if r.point.direction == "input" and _explains(r)]
         incoming[run_key(result)] = max((r.worst for r in inputs if np.isfinite(r.worst)), default=0.0)
         bound = _bound(result, tolerances, unit, is_parent=result.point.module in parents)
-        fresh = _introduced(result, inputs, bound)
+        takes_floats = any(
+            r.point.direction == "input" and r.dtypes[0] in FLOATS for r in runs[run_key(result)]
+        )
+        fresh = _introduced(result, inputs, bound, takes_floats=takes_floats)
         status = _status(result, bound, fresh)
         if result.point.direction == "output" and status is Status.DIVERGED:
             introduced[len(judged)] = fresh
@@ -111,11 +114,18 @@ def _explains(result: PointResult) -> bool:
     )
 
 
-def _introduced(result: PointResult, inputs: Sequence[PointResult], bound: _Bound) -> NDArray[np.bool_]:
-    """Rows that are further off than the module and its inputs explain; all False where its inputs are unknown."""
+def _introduced(
+    result: PointResult, inputs: Sequence[PointResult], bound: _Bound, *, takes_floats: bool
+) -> NDArray[np.bool_]:
+    """Rows that are further off than the module and its inputs explain; all False where its inputs are unknown.
+
+    A module that takes no floats (embeddings of ids, of positions) has nothing to inherit.
+    """
     if bound.own == 0.0:
         return result.errors > 0
     same_rows = [r for r in inputs if len(r.errors) == len(result.errors)]
+    if not takes_floats:
+        return result.errors > bound.own
     if not same_rows:
         return np.zeros(len(result.errors), dtype=np.bool_)
     came_in = np.max(np.stack([r.errors for r in same_rows]), axis=0)

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainfer.check.align.adapters import PointPair, gather_shards
+from trainfer.check.align.adapters import PointPair
+from trainfer.check.align.layouts import gather_shards
 from trainfer.check.align.points import Op, Source
 from trainfer.check.align.rows import Slots, TableId
 from trainfer.check.compare.metrics import compare_rows

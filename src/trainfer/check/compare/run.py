@@ -134,16 +134,16 @@ def _modules_stage(judged: Judged, weights: WeightResult, order: Mapping[str, in
 
 
 def _repeated(comparer: PairComparer, join: PointJoin, limits: Tolerances) -> tuple[PointResult, ...]:
-    """Rows with one key that a side computed more than once."""
+    """Rows with one key that a side computed more than once; those that are off by themselves first."""
     pairs = [pair for pair in join.pairs if pair.point.phase == "forward"]
-    found: list[PointResult] = []
+    found: list[tuple[bool, int, PointResult]] = []
     for side in ("rollout", "train"):
-        found += [
-            result
-            for result in judge(comparer.repeated(side, pairs), limits).points
-            if result.point.direction == "output"
-        ]
-    return tuple(found)
+        judged = judge(comparer.repeated(side, pairs), limits)
+        for place, result in enumerate(judged.points):
+            if result.point.direction == "output":
+                inherits = place not in judged.introduced or not judged.introduced[place].any()
+                found.append((inherits, result.order, result))
+    return tuple(result for _, _, result in sorted(found, key=lambda item: item[:2]))
 
 
 def _batch_stage(repeated: Sequence[PointResult]) -> Stage:
@@ -156,8 +156,8 @@ def _batch_stage(repeated: Sequence[PointResult]) -> Stage:
         text = f"{rows} rows that one side computed again came out bitwise equal"
         return Stage(name="batch_shape", status=Status.EQUAL, summary=text)
     diverged = [result for result in off if result.status is Status.DIVERGED]
-    named = sorted({module_label(result) for result in diverged or off})
-    text = f"up to {rows} rows were computed again; {len(off)} of {len(repeated)} module outputs changed, first {named[0]}"
+    first = module_label((diverged or off)[0])
+    text = f"up to {rows} rows were computed again; {len(off)} of {len(repeated)} module outputs changed, first {first}"
     return Stage(name="batch_shape", status=Status.DIVERGED if diverged else Status.ROUNDING, summary=text)
 
 

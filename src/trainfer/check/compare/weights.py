@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainfer.check.align.adapters import columns
+from trainfer.check.align.layouts import columns
 from trainfer.check.align.names import NameMap, sibling
 from trainfer.check.align.weights import Weight, Weights, common_versions, weights_by_version
 from trainfer.check.compare.records import Stage, Status, WeightFinding

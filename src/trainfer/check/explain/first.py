@@ -142,8 +142,7 @@ def _in_logprobs(comparison: Comparison) -> FirstDivergence:
 
 
 def _in_batch_shape(comparison: Comparison) -> FirstDivergence:
-    off = [result for result in comparison.repeated if result.status is Status.DIVERGED]
-    result = min(off, key=lambda item: item.order)
+    result = next(result for result in comparison.repeated if result.status is Status.DIVERGED)
     tokens, pass_name = _tokens_of(result, result.errors > 0)
     return FirstDivergence(
         stage="batch_shape", module=result.point.module, tokens=tokens, pass_name=pass_name

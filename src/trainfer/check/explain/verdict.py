@@ -106,11 +106,11 @@ def _module_causes(comparison: Comparison) -> list[Cause]:
 
 
 def _batch_causes(comparison: Comparison) -> list[Cause]:
-    """Rows that one side computed twice with other bits."""
+    """Rows that one side computed twice with other bits. Behind a module that is wrong this proves nothing."""
     off = [result for result in comparison.repeated if result.status is not Status.EQUAL]
-    if not off:
+    if not off or comparison.stage("modules").status is Status.DIVERGED:
         return []
-    first = min(off, key=lambda result: result.order)
+    first = off[0]
     text = f"{module_label(first)}: {int((first.errors > 0).sum())} of {len(first.errors)} repeated rows changed, "
     text += f"max |d| {first.metrics.max_abs:.3g}"
     return [

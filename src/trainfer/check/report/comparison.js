@@ -212,15 +212,14 @@
       pen.lineWidth = 1.5;
       pen.strokeRect(x(c) - 0.5, cursor.row * ROW + 0.5, Math.max(4, x(c + 1) - x(c)), ROW - 1);
     }
-    drawAxis(x, edge);
+    drawAxis(x);
   };
-  const drawAxis = (x, edge) => {
+  const drawAxis = (x) => {
     const pen = surface($("axis"), mapWidth, 18);
     const length = sequence().tokens.length;
     const step = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((s) => (s * mapWidth) / length > 34) || 10000;
     pen.fillStyle = palette.faint;
     for (let p = 0; p < length; p += step) pen.fillText(String(p), x(columnOf(p)), 12);
-    if (mapWidth - edge > 110) { pen.fillStyle = palette.soft; pen.textAlign = "right"; pen.fillText("response →", mapWidth, 12); }
   };
   const readout = () => {
     const node = rows[cursor.row];
