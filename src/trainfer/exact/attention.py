@@ -3,7 +3,7 @@
 Takes query, key and value of one packed row axis ``[1, heads, T, K]`` and a *plan* that says which row
 belongs to which sequence; gives ``[1, T, H, K]``. The plan is built once per forward, shared by all
 layers, and travels through the model's forward keywords under ``attention_plan``. Two plans exist:
-``exact.packed.PackedPlan`` (training and prefill) and the builtin engine's cache plans (prefill, decode).
+``exact.plan.PackedPlan`` (training and prefill) and the builtin engine's cache plans (prefill, decode).
 
 Why a keyword, not a context variable or a module attribute: Transformers' decoder layers hand unknown
 keywords down to the attention function, and activation checkpointing keeps them in the closure that it
@@ -19,8 +19,9 @@ Leaves out: cross attention, bidirectional attention, attention sinks, position 
 Axes: T rows, n sequences of one group, H query heads, G key/value heads, L key length, K head size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -170,19 +171,27 @@ def safe_key_length(length: int) -> int:
     return blocks * KEY_BLOCK + rest
 
 
-def query_chunks(length: int) -> list[tuple[int, int, int]]:
-    """Split ``length`` query rows into ``(start, end, key_length)``, each with only the keys it needs.
+class QueryChunk(NamedTuple):
+    """Query rows at positions ``start`` to ``end - 1``, with the first ``keys`` keys."""
+
+    start: int
+    end: int
+    keys: int
+
+
+def query_chunks(length: int, first: int = 0) -> list[QueryChunk]:
+    """Split query rows ``first`` to ``length - 1`` so that each has only the keys it needs.
 
     Ends lie at safe lengths, so that short rows never pay for ``SAFE_AGAIN`` keys: 208 rows give
     ``[(0, 192, 192), (192, 208, 384)]``, 400 rows ``[(0, 192, 192), (192, 384, 384), (384, 400, 400)]``.
     """
-    chunks: list[tuple[int, int, int]] = []
-    start = 0
+    chunks: list[QueryChunk] = []
+    start = first
     while start < length:
         block = start // KEY_BLOCK * KEY_BLOCK
         end = min(end for end in (block + UNSAFE_AFTER, block + SAFE_AGAIN, block + KEY_BLOCK) if end > start)
         end = min(end, length)
-        chunks.append((start, end, safe_key_length(end)))
+        chunks.append(QueryChunk(start, end, safe_key_length(end)))
         start = end
     return chunks
 
@@ -192,42 +201,53 @@ def causal_attention(
     key_nGLK: Tensor,
     value_nGLK: Tensor,
     form: AttentionForm,
-    chunks: list[tuple[int, int, int]],
+    chunks: Sequence[QueryChunk],
+    masks: dict[tuple[QueryChunk, int | None], Tensor],
 ) -> Tensor:
     """Causal attention of sequences that start at key 0.
 
     Args:
-        query_nHLK: Rows of one padded length, a multiple of ``QUERY_MULTIPLE``.
+        query_nHLK: Rows from the first chunk's start on, a multiple of ``QUERY_MULTIPLE``.
         key_nGLK: At least as many keys as the last chunk names.
         value_nGLK: Likewise.
         form: The layer's form.
         chunks: From ``query_chunks``, or one chunk for kernels that need no splitting.
+        masks: Additive masks of chunks that were asked for before; new ones are put in.
 
     Returns:
         ``[n, H, L, K]``.
     """
+    first = chunks[0].start
     parts = [
         masked_attention(
-            query_nHLK[:, :, start:end],
-            key_nGLK[:, :, :keys],
-            value_nGLK[:, :, :keys],
+            query_nHLK[:, :, chunk.start - first : chunk.end - first],
+            key_nGLK[:, :, : chunk.keys],
+            value_nGLK[:, :, : chunk.keys],
             form,
-            _causal_mask(start, end, keys, form, query_nHLK.device),
+            _causal_mask(chunk, form, query_nHLK, masks),
         )
-        for start, end, keys in chunks
+        for chunk in chunks
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _causal_mask(start: int, end: int, keys: int, form: AttentionForm, device: torch.device) -> Tensor | None:
+def _causal_mask(
+    chunk: QueryChunk, form: AttentionForm, query: Tensor, masks: dict[tuple[QueryChunk, int | None], Tensor]
+) -> Tensor | None:
     """None where the kernel's own causal mask does: the first chunk, without window or soft-cap."""
-    windowed = form.window is not None and form.window < end
-    if start == 0 and not windowed and form.softcap is None:
+    windowed = form.window is not None and form.window < chunk.end
+    if chunk.start == 0 and not windowed and form.softcap is None:
         return None
-    row = torch.arange(start, end, device=device)[:, None]
-    column = torch.arange(keys, device=device)[None, :]
-    mask = column <= row
-    return mask & (column > row - form.window) if windowed and form.window is not None else mask
+    window = form.window if windowed else None
+    if (chunk, window) not in masks:
+        row = torch.arange(chunk.start, chunk.end, device=query.device)[:, None]
+        column = torch.arange(chunk.keys, device=query.device)[None, :]
+        seen = column <= row
+        if window is not None:
+            seen &= column > row - window
+        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
+        masks[chunk, window] = mask.masked_fill_(~seen, float("-inf"))
+    return masks[chunk, window]
 
 
 def decode_attention(
