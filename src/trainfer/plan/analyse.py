@@ -21,8 +21,8 @@ MAX_NEAREST = 5
 _STOCK = "verl's stock configuration"
 
 
-def analyse(question: Question, rules: Rules | None = None) -> Plan:
-    """Plan one input under ``rules``, or under the set that its keys fit."""
+def analyse(question: Question, rules: Rules | None = None, *, with_suggestions: bool = True) -> Plan:
+    """Plan one input under ``rules``, or under the set that its keys fit; remedies take most of the time."""
     chosen, reason = (rules, "asked for") if rules is not None else choose_rules(question)
     rule_set = RULE_SETS[chosen]
     defaults = _defaults(chosen, question)
@@ -37,7 +37,8 @@ def analyse(question: Question, rules: Rules | None = None) -> Plan:
         structural = [*_structural_problems(question, defaults)]
     structural += _unknown_values(asked, values, settings)
     found = run_rules(rule_set.rules, asked)
-    if any(map(needs_cure, found)) and not any(problem.severity == "error" for problem in structural):
+    curable = with_suggestions and any(map(needs_cure, found))
+    if curable and not any(problem.severity == "error" for problem in structural):
         remedies = tuple(suggest(asked, rule_set.rules))
         found = [replace(p, suggestions=remedies) if needs_cure(p) else p for p in found]
     return Plan(

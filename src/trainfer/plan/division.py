@@ -55,6 +55,10 @@ def equal_forwards(
             for lengths in lengths_by_rank
         ]
         most = max(len(part) for part in parts)
-        if all(len(part) in (most, len(lengths)) for part, lengths in zip(parts, lengths_by_rank, strict=True)):
+        if all(
+            len(part) in (most, len(lengths)) for part, lengths in zip(parts, lengths_by_rank, strict=True)
+        ):
             return [part + [[] for _ in range(most - len(part))] for part in parts]
-        wanted = max(most, wanted + 1)  # it cannot pass the largest number of sequences, where every rank is done
+        wanted = max(
+            most, wanted + 1
+        )  # it cannot pass the largest number of sequences, where every rank is done

@@ -248,6 +248,18 @@ def critic(asked: Asked) -> Iterator[Problem]:
             upstream="[critic] Please set at least one of 'critic.micro_batch_size' or "
             "'critic.micro_batch_size_per_gpu'.",
         )
+    if micro is not None and overall is not None and keys.CRITIC_MICRO in asked.given:
+        yield report(
+            "critic_micro_batch_size_set_twice",
+            "config",
+            keys.CRITIC_MICRO_GLOBAL,
+            keys.CRITIC_MICRO,
+            message=f"{asked.named(keys.CRITIC_MICRO_GLOBAL)} and {asked.named(keys.CRITIC_MICRO)} are both set. Remove "
+            f"the first.{hint}",
+            upstream="[critic] You have set both 'critic.micro_batch_size' AND 'critic.micro_batch_size_per_gpu'. Please "
+            "remove 'critic.micro_batch_size' because only '*_micro_batch_size_per_gpu' is supported (the former is "
+            "deprecated).",
+        )
     if overall is not None and mini % overall:
         yield report(
             "critic_mini_batch_not_divisible_by_global_micro",
