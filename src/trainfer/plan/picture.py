@@ -14,6 +14,13 @@ def number(value: Number) -> str:
     return f"{value.min} to {value.max}" if isinstance(value, Span) else str(value)
 
 
+def _many(value: Number, things: str) -> str:
+    """``1 mini-batch``, ``4 mini-batches``; ``things`` is the plural."""
+    if value == 1:
+        things = things.removesuffix("es") if things.endswith("batches") else things.removesuffix("s")
+    return f"{number(value)} {things}"
+
+
 def picture(plan: Plan) -> str:
     """The picture, about 20 lines."""
     return "\n".join(_lines(plan))
@@ -22,12 +29,12 @@ def picture(plan: Plan) -> str:
 def _lines(plan: Plan) -> Iterator[str]:
     d = plan.derived
     samples = _ratio(d.sequences_per_step, d.prompts_per_step)
-    yield f"{number(d.prompts_per_step)} prompts a step"
+    yield f"{_many(d.prompts_per_step, 'prompts')} a step"
     yield f"  │  x {samples} samples a prompt  (rollout.n)"
     yield "  ▼"
     yield _beside(
         f"{number(d.sequences_per_step)} sequences a step",
-        f"{number(d.rollout_replicas)} rollout engines x {number(d.sequences_per_replica)} sequences",
+        f"{_many(d.rollout_replicas, 'rollout engines')} x {_many(d.sequences_per_replica, 'sequences')}",
     )
     if d.padding_sequences:
         yield f"  │  + {number(d.padding_sequences)} synthetic sequences (padding)"
@@ -35,21 +42,21 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield "  ▼"
     yield _beside(
         f"{number(d.sequences_per_rank)} sequences a rank",
-        f"{number(d.log_prob_forwards_per_rank)} forwards: old log-probs",
+        f"{_many(d.log_prob_forwards_per_rank, 'forwards')}: old log-probs",
     )
-    reference = f"{number(d.ref_log_prob_forwards_per_rank)} forwards: reference log-probs"
+    reference = f"{_many(d.ref_log_prob_forwards_per_rank, 'forwards')}: reference log-probs"
     yield _beside(
         f"  │  / {number(d.mini_batch_sequences_per_rank)} sequences a mini-batch and rank",
         reference if d.ref_log_prob_forwards_per_rank != 0 else "no reference model",
     )
     yield "  ▼"
     yield _beside(
-        f"{number(d.mini_batches_per_epoch)} mini-batches an epoch",
-        f"{number(d.optimizer_steps_per_step)} optimizer steps a step",
+        f"{_many(d.mini_batches_per_epoch, 'mini-batches')} an epoch",
+        f"{_many(d.optimizer_steps_per_step, 'optimizer steps')} a step",
     )
     yield f"  │  / {number(d.micro_batch_sequences_per_rank)} sequences a micro-batch and rank"
     yield "  ▼"
-    yield f"{number(d.gradient_accumulation_steps)} micro-batches (forward + backward) an optimizer step and rank"
+    yield f"{_many(d.gradient_accumulation_steps, 'micro-batches')} (forward + backward) an optimizer step and rank"
 
 
 def _beside(left: str, right: str) -> str:

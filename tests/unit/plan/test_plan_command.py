@@ -111,11 +111,22 @@ def test_the_picture_has_numbers_and_units(capsys, tmp_path):
         "3 rollout engines x 240 sequences",
         "120 sequences a rank",
         "15 micro-batches (forward + backward)",
-        "1 optimizer steps a step",
+        "1 optimizer step a step",
         "input_ids [60, 8192]",
         "prompts [720, 8192]",
     ):
         assert text in out
+
+
+def test_the_page_shows_what_the_program_prints(capsys, tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "batch-arithmetic.md").read_text()
+    script, printed = (
+        block.split("```")[0] for block in page.split("```bash\n")[1:2] + page.split("```text\n")[1:2]
+    )
+    path = tmp_path / "run.sh"
+    path.write_text(script)
+    _, out, _ = run(capsys, str(path), "--rules", "verl-0.6")
+    assert printed.strip() in out
 
 
 def test_variables_come_from_env(capsys):
