@@ -37,6 +37,9 @@ N = f"{_A}.rollout.n"
 ENGINE = f"{_A}.rollout.name"
 MODE = f"{_A}.rollout.mode"
 TEMPERATURE = f"{_A}.rollout.temperature"
+TOP_K = f"{_A}.rollout.top_k"
+TOP_P = f"{_A}.rollout.top_p"
+MIN_P = f"{_A}.rollout.min_p"
 TP = f"{_A}.rollout.tensor_model_parallel_size"
 ROLLOUT_DP = f"{_A}.rollout.data_parallel_size"
 ROLLOUT_PP = f"{_A}.rollout.pipeline_model_parallel_size"
@@ -54,6 +57,8 @@ REF_DYNAMIC = f"{_A}.ref.log_prob_use_dynamic_bsz"
 REF_TOKENS = f"{_A}.ref.log_prob_max_token_len_per_gpu"
 
 ADVANTAGE = "algorithm.adv_estimator"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+ROLLOUT_WEIGHTS = "algorithm.rollout_correction.rollout_is"
 FILTER_GROUPS = "algorithm.filter_groups.enable"
 CRITIC = "critic.enable"
 CRITIC_MINI = "critic.ppo_mini_batch_size"
@@ -87,13 +92,13 @@ WHOLES: tuple[str, ...] = (FSDP_SIZE, LORA_RANK)
 FLAGS: tuple[str, ...] = (
     REMOVE_PADDING, DYNAMIC, SHUFFLE, KL_LOSS, KL_REWARD, VAL_SAMPLE, LOG_PROB_DYNAMIC, REF_DYNAMIC,
     FILTER_GROUPS, CRITIC, CRITIC_DYNAMIC, REWARD_MODEL, REWARD_MODEL_DYNAMIC, BALANCE, V1, REFILL,
-    PARAM_OFFLOAD, OPTIMIZER_OFFLOAD, CHECKPOINTING,
+    PARAM_OFFLOAD, OPTIMIZER_OFFLOAD, CHECKPOINTING, BYPASS,
 )  # fmt: skip
 """Keys that hold true or false, or null."""
 
 OTHERS: tuple[str, ...] = (
     VAL, MODEL_PATH, STRATEGY, LOSS_AGG, ENGINE, MODE, TEMPERATURE, MEMORY_SHARE, ADVANTAGE, TRAINER_MODE,
-    REWARD_MODEL_MICRO, REWARD_MODEL_MICRO_GLOBAL,
+    REWARD_MODEL_MICRO, REWARD_MODEL_MICRO_GLOBAL, TOP_K, TOP_P, MIN_P, ROLLOUT_WEIGHTS,
 )  # fmt: skip
 
 ALL: tuple[str, ...] = COUNTS + WHOLES + FLAGS + OTHERS

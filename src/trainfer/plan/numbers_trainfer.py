@@ -114,6 +114,25 @@ def _forwards(asked: Asked, switch: str, size: str, tokens: str) -> Number:
     return _micro_batches(_rows(asked), limits, longest_sequence(asked))
 
 
+def _old_log_prob_forwards(asked: Asked) -> Number:
+    """0 where no pass of its own is made: the engine's log-probs are taken, or those of the update's own forward.
+
+    The update's forward is made by the very policy that is asked when a step has one optimizer step, and nothing
+    needs the old log-probs before it (importance weights, KL in the reward, filtered sampling).
+    """
+    if asked.flag(keys.BYPASS):
+        return 0
+    filters = (
+        asked.value(keys.TOP_K) not in (None, -1)
+        or asked.value(keys.TOP_P) not in (None, 1)
+        or asked.value(keys.MIN_P) not in (None, 0)
+    )
+    needed_before = asked.value(keys.ROLLOUT_WEIGHTS) is not None or asked.flag(keys.KL_REWARD)
+    if _steps(asked) == 1 and not filters and not needed_before:
+        return 0
+    return _forwards(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB, keys.LOG_PROB_TOKENS)
+
+
 def _micro(asked: Asked) -> tuple[int | None, int | None]:
     return _limits(asked, is_dynamic=dynamic(asked), size=keys.MICRO, tokens=keys.TOKENS)
 
@@ -153,9 +172,7 @@ def derived(asked: Asked) -> Derived:
         micro_batch_sequences_per_rank=known(lambda: _micro(asked)[0] or between(1, _mini_rows(asked) or 1)),
         gradient_accumulation_steps=known(lambda: _accumulation(asked)),
         optimizer_steps_per_step=known(lambda: _steps(asked)),
-        log_prob_forwards_per_rank=known(
-            lambda: _forwards(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB, keys.LOG_PROB_TOKENS)
-        ),
+        log_prob_forwards_per_rank=known(lambda: _old_log_prob_forwards(asked)),
         ref_log_prob_forwards_per_rank=known(
             lambda: _forwards(asked, keys.REF_DYNAMIC, keys.REF, keys.REF_TOKENS) if uses_ref(asked) else 0
         ),
@@ -167,6 +184,11 @@ def derived(asked: Asked) -> Derived:
 
 def notes(asked: Asked) -> Iterator[str]:
     """What is no problem but worth a sentence."""
+    if _old_log_prob_forwards(asked) == 0 and not asked.flag(keys.BYPASS):
+        yield (
+            "one optimizer step a step: the update's own forward gives the old log-probs (the ratio is exactly 1), and no "
+            "pass is made for them."
+        )
     micro = asked.optional_count(keys.MICRO)
     rows = asked.count(keys.MINI) * asked.count(keys.N, 1) // data_parallel_size(asked)
     if micro is not None and not dynamic(asked) and rows % micro:

@@ -42,7 +42,9 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield "  ▼"
     yield _beside(
         f"{number(d.sequences_per_rank)} sequences a rank",
-        f"{_many(d.log_prob_forwards_per_rank, 'forwards')}: old log-probs",
+        f"{_many(d.log_prob_forwards_per_rank, 'forwards')}: old log-probs"
+        if d.log_prob_forwards_per_rank != 0
+        else "no pass for old log-probs",
     )
     reference = f"{_many(d.ref_log_prob_forwards_per_rank, 'forwards')}: reference log-probs"
     yield _beside(
