@@ -5,7 +5,9 @@ are reported before torch is loaded.
 """
 
 import logging
+import os
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,10 @@ import click
 
 from trainfer.config.document import help_key, help_text
 from trainfer.config.load import LoadedConfig, load_config
+from trainfer.errors import TrainferError
+from trainfer.plan.records import StepPlan
 from trainfer.plan.step import plan_step
+from trainfer.workers.launched import Launched, launched_by_torchrun
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,11 +60,35 @@ def command(config: Path, overrides: tuple[str, ...]) -> int:
     goes on from the newest checkpoint of the run folder.
     """
     loaded = load_config(config, overrides)
-    plan_step(loaded.config)
-    run_and_show(
-        loaded, config=config, command_line=shlex.join(["trainfer", "train", str(config), *overrides])
-    )
+    plan = plan_step(loaded.config)
+    launched = launched_by_torchrun()
+    if launched is not None:
+        launched.check(plan)
+    if launched is not None and launched.rank > 0:
+        serve_rank(loaded, plan, launched)
+    else:
+        run_and_show(
+            loaded, config=config, command_line=shlex.join(["trainfer", "train", str(config), *overrides])
+        )
+    if launched is not None:
+        # Threads of torch's gloo now and then abort a process that ends in the ordinary way.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     return 0
+
+
+def serve_rank(loaded: LoadedConfig, plan: StepPlan, launched: Launched) -> None:
+    """A rank that torchrun has started beside rank 0, which checks everything, drives the run and tells what is wrong."""
+    from trainfer.workers.checks import check_honoured
+    from trainfer.workers.inputs import choose_device
+    from trainfer.workers.torchrun_group import serve
+
+    try:
+        check_honoured(loaded.config, plan)
+        serve(launched, choose_device(loaded.config.trainer.device).type)
+    except TrainferError:
+        os._exit(TrainferError.exit_code)
 
 
 def run_and_show(loaded: LoadedConfig, *, config: Path, command_line: str) -> None:

@@ -4,19 +4,33 @@ Takes sequences; scores them, updates the model, hands out its weights, saves an
 neither samples nor decides which sequences it gets: see ``local_group.py``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from trainfer.exact.packed import CausalModel
+from trainfer.exact.ulysses import SequenceShard
 from trainfer.train.update.batch import MiniBatch
 from trainfer.train.update.checkpoint import load_training_state, save_training_state
 from trainfer.train.update.logprob import ForwardLimit, score_sequences
-from trainfer.train.update.master import MasterWeights
+from trainfer.train.update.master import TrainableWeights
+from trainfer.train.update.sharded import move_optimizer_state
 from trainfer.train.update.trainer import Trainer, TrainerSettings, UpdateResult
 from trainfer.types import SampledSequence, TokenScores
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offload:
+    """What waits in host memory between calls."""
+
+    parameters: bool = False
+    optimizer: bool = False
 
 
 class ActorWorker:
@@ -24,18 +38,31 @@ class ActorWorker:
 
     def __init__(
         self,
-        model: nn.Module,
+        weights: TrainableWeights,
         settings: TrainerSettings,
         *,
-        compute_dtype: torch.dtype,
         log_prob_limit: ForwardLimit,
         device: torch.device | str,
+        shard: SequenceShard | None = None,
+        offload: Offload | None = None,
     ) -> None:
-        """Take over ``model``, whose parameters are in the master format."""
-        self.weights = MasterWeights(model, compute_dtype=compute_dtype)
-        self.trainer = Trainer(self.weights, settings, device=device)
+        """Take over ``weights``.
+
+        Args:
+            weights: The model.
+            settings: Of the update.
+            log_prob_limit: Of one forward of the old-log-prob pass.
+            device: Where it computes.
+            shard: This rank's place among those that share its sequences; None where it has them to itself.
+            offload: What waits in host memory between calls. None: nothing.
+        """
+        self.weights = weights
+        self.trainer = Trainer(weights, settings, device=device, shard=shard)
         self._log_prob_limit = log_prob_limit
-        self._device = device
+        self._device = torch.device(device)
+        self._shard = shard
+        self._offload = offload or Offload()
+        self._put_away()
 
     @property
     def weights_version(self) -> int:
@@ -57,23 +84,57 @@ class ActorWorker:
         """The module that computes: what a rollout engine must equal."""
         return self.weights.compute
 
-    def old_logprobs(self, sequences: Sequence[SampledSequence]) -> list[TokenScores]:
-        """Score the responses, without gradient, in the order given."""
+    def old_logprobs(
+        self,
+        sequences: Sequence[SampledSequence],
+        micro_batches: Sequence[Sequence[int]] | None = None,
+    ) -> list[TokenScores]:
+        """Score the responses, without gradient, in the order given; see ``score_sequences``."""
         model: CausalModel = self.weights.compute
-        return score_sequences(model, sequences, limit=self._log_prob_limit, device=self._device)
+        with self.at_work():
+            return score_sequences(
+                model,
+                sequences,
+                limit=self._log_prob_limit,
+                device=self._device,
+                micro_batches=micro_batches,
+                shard=self._shard,
+            )
 
     def update(self, mini_batches: Sequence[MiniBatch]) -> UpdateResult:
         """One optimizer step per mini-batch."""
-        return self.trainer.update(mini_batches)
+        with self.at_work(optimizer=True):
+            return self.trainer.update(mini_batches)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, random generators and counters below ``folder``."""
         counters = {"updates": self.trainer.updates, "optimizer_steps": self.trainer.optimizer_steps}
-        save_training_state(folder, self.weights.master, self.trainer.optimizer, counters)
+        with self.at_work(optimizer=True):
+            save_training_state(folder, self.weights.master, self.trainer.optimizer, counters)
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote."""
-        state = load_training_state(folder, self.weights.master, self.trainer.optimizer)
+        with self.at_work(optimizer=True):
+            state = load_training_state(folder, self.weights.master, self.trainer.optimizer)
+            self.weights.refresh()
         self.trainer.updates = int(state.counters["updates"])
         self.trainer.optimizer_steps = int(state.counters["optimizer_steps"])
-        self.weights.refresh()
+
+    @contextmanager
+    def at_work(self, *, optimizer: bool = False) -> Iterator[None]:
+        """The weights, and if asked for the optimizer's state, are on the device inside; at rest afterwards."""
+        if self._offload.parameters:
+            self.weights.move(self._device)
+        if optimizer and self._offload.optimizer:
+            move_optimizer_state(self.trainer.optimizer, self._device)
+        try:
+            yield
+        finally:
+            self.weights.rest()
+            self._put_away()
+
+    def _put_away(self) -> None:
+        if self._offload.parameters:
+            self.weights.move(HOST)
+        if self._offload.optimizer:
+            move_optimizer_state(self.trainer.optimizer, HOST)

@@ -1,7 +1,7 @@
-"""Models and engine for the configuration: the group of workers of this process.
+"""The group of workers that the configuration asks for, and the folder of the model that they load.
 
-Takes ``Inputs`` and the folder of the model; gives a ``LocalGroup``. Weights are read once per role: the
-actor's in the master format, the ref's and the engine's in the formats that they compute in.
+Takes ``Inputs`` and that folder; gives a ``WorkerGroup``: of this process alone, of the processes that torchrun has
+started, or of those that Ray starts. What a single rank holds is built in ``build_rank.py``.
 """
 
 import json
@@ -9,25 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from trainfer.engines.limits import EngineLimits
 from trainfer.engines.registry import make_engine
 from trainfer.engines.scripted.engine import ScriptedAnswer
-from trainfer.errors import ConfigError
+from trainfer.errors import ConfigError, WorkerError
 from trainfer.integrations.transformers.generation import end_token_id
-from trainfer.integrations.transformers.load import load_model
-from trainfer.integrations.transformers.recompute import recompute_activations
 from trainfer.train.rollout.engine import Engine
-from trainfer.workers.actor import ActorWorker
+from trainfer.workers.build_rank import DTYPES, build_actor, build_ref, load_engine
+from trainfer.workers.group import WorkerGroup
 from trainfer.workers.inputs import Inputs
+from trainfer.workers.launched import launched_by_torchrun
 from trainfer.workers.local_group import LocalGroup
-from trainfer.workers.ref import RefWorker
+from trainfer.workers.rank import RankSetup
+from trainfer.workers.ranked_group import RankedGroup
 from trainfer.workers.rollout import RolloutWorker
-from trainfer.workers.settings import old_log_prob_limit, ref_log_prob_limit, stages, trainer_settings
 from trainfer.workers.warmup import warmed_up_model
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def find_model_folder(
@@ -48,38 +44,48 @@ def find_model_folder(
     )
 
 
-def build_group(inputs: Inputs, model_folder: Path) -> LocalGroup:
-    """Load what the configuration asks for.
+def build_group(inputs: Inputs, model_folder: Path) -> WorkerGroup:
+    """Load what the configuration asks for: in this process for one rank, in several under torchrun or Ray.
 
     Raises:
-        ModelError: the folder cannot be used. EngineError: the engine cannot.
+        ModelError: the folder cannot be used. EngineError: the engine cannot. WorkerError: workers cannot be started.
     """
+    if inputs.plan.num_ranks == 1:
+        return build_local_group(inputs, model_folder)
+    setup = RankSetup(
+        config=inputs.config,
+        plan=inputs.plan,
+        model_folder=model_folder.absolute(),
+        total_steps=inputs.total_steps,
+        device_type=inputs.device.type,
+    )
+    assert inputs.config.trainer.default_local_dir is not None, "the schema fills it in"
+    run_folder = Path(inputs.config.trainer.default_local_dir).absolute()
+    launched = launched_by_torchrun()
+    if launched is not None:
+        from trainfer.workers.torchrun_group import TorchrunTransport
+
+        return RankedGroup(TorchrunTransport(setup, launched, run_folder), setup)
+    try:
+        from trainfer.workers.ray_group import start_ray
+    except ImportError as error:
+        raise WorkerError(
+            f"{inputs.plan.num_ranks} ranks need Ray, which is not installed ({error}): pip install 'trainfer[ray]', or "
+            "start with torchrun."
+        ) from error
+    return RankedGroup(start_ray(setup, run_folder), setup)
+
+
+def build_local_group(inputs: Inputs, model_folder: Path) -> LocalGroup:
+    """One rank in this process."""
     config, plan, device = inputs.config, inputs.plan, inputs.device
     sections = config.actor_rollout_ref
     torch.manual_seed(config.trainfer.seed)
-    fsdp = sections.actor.fsdp_config
-    compute_dtype = DTYPES[fsdp.mixed_precision.param_dtype or fsdp.dtype]
-    master = load_model(model_folder, dtype=DTYPES[fsdp.model_dtype], device=device)
-    if sections.model.enable_gradient_checkpointing:
-        recompute_activations(master)
     rollout_dtype = DTYPES[sections.rollout.dtype]
-    ref = (
-        RefWorker(
-            load_model(model_folder, dtype=compute_dtype, device=device),
-            log_prob_limit=ref_log_prob_limit(plan),
-            device=device,
-        )
-        if stages(config, plan).ref
-        else None
-    )
+    actor = build_actor(config, plan, model_folder, device, total_steps=inputs.total_steps, meshes=None)
+    ref = build_ref(config, plan, model_folder, device, meshes=None)
     return LocalGroup(
-        actor=ActorWorker(
-            master,
-            trainer_settings(config, plan, total_steps=inputs.total_steps),
-            compute_dtype=compute_dtype,
-            log_prob_limit=old_log_prob_limit(plan),
-            device=device,
-        ),
+        actor=actor,
         rollout=RolloutWorker(build_engine(inputs, model_folder, rollout_dtype)),
         ref=ref,
         rollout_dtype=rollout_dtype,
@@ -92,19 +98,9 @@ def build_group(inputs: Inputs, model_folder: Path) -> LocalGroup:
 
 def build_engine(inputs: Inputs, model_folder: Path, dtype: torch.dtype) -> Engine:
     """The rollout engine with a model of its own."""
-    rollout = inputs.config.actor_rollout_ref.rollout
-    if rollout.name == "scripted":
+    if inputs.config.actor_rollout_ref.rollout.name == "scripted":
         return make_engine("scripted", answers=read_script(inputs))
-    builtin = inputs.config.trainfer.builtin_engine
-    model: nn.Module = load_model(model_folder, dtype=dtype, device=inputs.device)
-    limits = EngineLimits(
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        block_size=builtin.kv_block_tokens,
-        cache_tokens=builtin.kv_cache_tokens,
-        share_prefixes=rollout.enable_prefix_caching,
-    )
-    return make_engine(rollout.name, model=model, limits=limits)
+    return load_engine(inputs.config, model_folder, inputs.device, dtype)
 
 
 def read_script(inputs: Inputs) -> list[ScriptedAnswer]:

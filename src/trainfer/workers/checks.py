@@ -1,4 +1,4 @@
-"""What this group of workers cannot do for a legal configuration, told before anything is loaded.
+"""What the workers cannot do for a legal configuration, told before anything is loaded.
 
 Takes configuration and plan; raises one ``ConfigError`` with every problem, each a sentence with the remedy.
 Keys that trainfer never honours are the configuration's own business; batch sizes are the planner's.
@@ -13,7 +13,7 @@ from trainfer.train.update.correction import WeightBounds
 
 
 def check_honoured(config: TrainConfig, plan: StepPlan) -> None:
-    """Raise for what a group in one process would have to ignore.
+    """Raise for what a group of workers would have to ignore.
 
     Raises:
         ConfigError: every problem, one line each.
@@ -25,11 +25,7 @@ def check_honoured(config: TrainConfig, plan: StepPlan) -> None:
 
 def _processes(config: TrainConfig, plan: StepPlan) -> Iterator[str]:
     trainer = config.trainer
-    if plan.num_ranks > 1:
-        yield (
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and trainer.nnodes={trainer.nnodes} ask for "
-            f"{plan.num_ranks} ranks, but the group of workers in one process has one; set both to 1."
-        )
+    yield from _ranks(config, plan)
     if trainer.val_only:
         yield "trainer.val_only=true: validating alone is `trainfer eval CONFIG.yaml`; set it to false to train."
     capture = config.trainfer.consistency
@@ -39,10 +35,30 @@ def _processes(config: TrainConfig, plan: StepPlan) -> Iterator[str]:
             "training; leave them out (log-prob agreement is measured at every step without them)."
         )
     actor, ref = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config
-    if trainer.device == "cuda" and (actor.param_offload or actor.optimizer_offload or ref.param_offload):
+    one = plan.num_ranks == 1
+    if (
+        one
+        and trainer.device == "cuda"
+        and (actor.param_offload or actor.optimizer_offload or ref.param_offload)
+    ):
         yield (
             "fsdp_config.param_offload and .optimizer_offload need FSDP2's sharded workers; one process keeps everything on "
             "its GPU. Set them to false."
+        )
+
+
+def _ranks(config: TrainConfig, plan: StepPlan) -> Iterator[str]:
+    size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    if size == 0 or (size > 0 and plan.num_ranks % size):
+        divisors = ", ".join(str(n) for n in range(1, plan.num_ranks + 1) if plan.num_ranks % n == 0)
+        yield (
+            f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the {plan.num_ranks} rank(s) into whole shard "
+            f"groups; set it to -1 (all ranks) or one of {divisors}."
+        )
+    if plan.num_ranks > 1 and config.actor_rollout_ref.rollout.name == "scripted":
+        yield (
+            f"actor_rollout_ref.rollout.name=scripted answers in the order of its file, which {plan.num_ranks} ranks do not have; "
+            "set trainer.n_gpus_per_node=1 and trainer.nnodes=1."
         )
 
 

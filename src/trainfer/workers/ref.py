@@ -6,23 +6,63 @@ Takes sequences, gives their log-probs; it exists only where a KL term needs it.
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from trainfer.exact.packed import CausalModel
+from trainfer.exact.ulysses import SequenceShard
 from trainfer.train.update.logprob import ForwardLimit, score_sequences
+from trainfer.train.update.master import TrainableWeights
 from trainfer.types import SampledSequence, TokenScores
+from trainfer.workers.actor import HOST
 
 
 class RefWorker:
     """One rank's ref."""
 
-    def __init__(self, model: nn.Module, *, log_prob_limit: ForwardLimit, device: torch.device | str) -> None:
-        """Take over ``model``; nothing of it trains."""
-        self._model = model.requires_grad_(requires_grad=False)
-        self._limit = log_prob_limit
-        self._device = device
+    def __init__(
+        self,
+        weights: TrainableWeights,
+        *,
+        log_prob_limit: ForwardLimit,
+        device: torch.device | str,
+        shard: SequenceShard | None = None,
+        offload: bool = False,
+    ) -> None:
+        """Take over ``weights``, none of which trains.
 
-    def ref_logprobs(self, sequences: Sequence[SampledSequence]) -> list[TokenScores]:
-        """Score the responses in the order given."""
-        model: CausalModel = self._model
-        return score_sequences(model, sequences, limit=self._limit, device=self._device)
+        Args:
+            weights: The model.
+            log_prob_limit: Of one forward.
+            device: Where it computes.
+            shard: This rank's place among those that share its sequences; None where it has them to itself.
+            offload: True keeps the model in host memory between calls.
+        """
+        assert not weights.trainable(), "a ref is frozen"
+        self._weights = weights
+        self._limit = log_prob_limit
+        self._device = torch.device(device)
+        self._shard = shard
+        self._offload = offload
+        if offload:
+            weights.move(HOST)
+
+    def ref_logprobs(
+        self,
+        sequences: Sequence[SampledSequence],
+        micro_batches: Sequence[Sequence[int]] | None = None,
+    ) -> list[TokenScores]:
+        """Score the responses in the order given; see ``score_sequences``."""
+        model: CausalModel = self._weights.compute
+        if self._offload:
+            self._weights.move(self._device)
+        scores = score_sequences(
+            model,
+            sequences,
+            limit=self._limit,
+            device=self._device,
+            micro_batches=micro_batches,
+            shard=self._shard,
+        )
+        self._weights.rest()
+        if self._offload:
+            self._weights.move(HOST)
+        return scores

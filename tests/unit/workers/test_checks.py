@@ -10,12 +10,17 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 def test_a_plain_configuration_passes():
     check_honoured(*planned())
+    check_honoured(*planned("trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2"))
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("trainer.n_gpus_per_node=2",), "one process has one"),
+        (
+            ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"),
+            "set it to -1 .all ranks. or one of 1, 2",
+        ),
+        (("trainer.n_gpus_per_node=2", f"{ROLLOUT}.name=scripted"), "in the order of its file"),
         (("trainer.val_only=true",), "trainfer eval"),
         (("trainfer.consistency.every=5",), "consistency"),
         (
@@ -31,7 +36,7 @@ def test_a_plain_configuration_passes():
         (("algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"), "choose one"),
     ],
 )
-def test_what_one_process_cannot_do_is_refused_with_the_remedy(overrides, words):
+def test_what_workers_cannot_do_is_refused_with_the_remedy(overrides, words):
     with pytest.raises(ConfigError, match=words):
         check_honoured(*planned(*overrides))
 

@@ -9,6 +9,7 @@ from trainfer.engines.registry import make_engine
 from trainfer.integrations.transformers.load import byte_tokenizer, save_model, tiny_model
 from trainfer.train.update.batch import training_sequences
 from trainfer.train.update.logprob import ForwardLimit
+from trainfer.train.update.master import MasterWeights
 from trainfer.workers.actor import ActorWorker
 from trainfer.workers.local_group import LocalGroup
 from trainfer.workers.ref import RefWorker
@@ -25,16 +26,18 @@ def group(*overrides, folder=Path("unused"), shuffle_seed=None):
     config, plan = planned("actor_rollout_ref.actor.optim.lr=1e-2", *overrides)
     model = tiny_model("llama", hidden_size=32, intermediate_size=64)
     actor = ActorWorker(
-        copy.deepcopy(model),
+        MasterWeights(copy.deepcopy(model), compute_dtype=torch.float32),
         trainer_settings(config, plan, total_steps=10),
-        compute_dtype=torch.float32,
         log_prob_limit=ForwardLimit(sequences=3),
         device="cpu",
+    )
+    frozen = MasterWeights(
+        copy.deepcopy(model).requires_grad_(requires_grad=False), compute_dtype=torch.float32
     )
     return LocalGroup(
         actor=actor,
         rollout=RolloutWorker(make_engine("builtin", model=copy.deepcopy(model))),
-        ref=RefWorker(model, log_prob_limit=ForwardLimit(tokens=40), device="cpu"),
+        ref=RefWorker(frozen, log_prob_limit=ForwardLimit(tokens=40), device="cpu"),
         rollout_dtype=torch.float32,
         mini_batch_sequences=plan.mini_batch_sequences,
         epochs=plan.ppo_epochs,

@@ -16,8 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainfer.exact.attention import AttentionForm, decode_attention, round_up, safe_key_length
-from trainfer.exact.packed import ROW_MULTIPLE, PackedPlan
+from trainfer.exact.attention import (
+    AttentionForm,
+    AttentionPlan,
+    decode_attention,
+    round_up,
+    safe_key_length,
+)
+from trainfer.exact.packed import ROW_MULTIPLE
 
 WINDOW_STEP = 64
 """Key length of a window grows by at least this many tokens at a time."""
@@ -55,6 +61,10 @@ class PagedCache:
             self._values[layer] = value_TGK.new_zeros(num_rows, *value_TGK.shape[1:])
         self._keys[layer].index_copy_(0, rows_T, key_TGK)
         self._values[layer].index_copy_(0, rows_T, value_TGK)
+
+    def pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All rows of keys and of values of a layer that was written before, ``[rows, G, K]`` each."""
+        return self._keys[layer], self._values[layer]
 
     def read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of cache rows, ``[rows, G, K]`` each."""
@@ -114,7 +124,7 @@ class DecodeWindow:
 class PrefillPlan:
     """Packed attention that also stores keys and values."""
 
-    packed: PackedPlan
+    packed: AttentionPlan
     cache: PagedCache
     cache_rows_T: Tensor
 

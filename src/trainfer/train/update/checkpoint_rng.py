@@ -17,6 +17,11 @@ from trainfer.errors import CheckpointError
 SCHEMA = "trainfer.rng/1"
 
 
+def rng_file(folder: Path, rank: int) -> Path:
+    """Where the state of a rank is."""
+    return folder / f"rng_rank_{rank}.json"
+
+
 def save_rng_state(folder: Path, rank: int) -> None:
     """Write ``rng_rank_R.json``.
 
@@ -32,7 +37,7 @@ def save_rng_state(folder: Path, rank: int) -> None:
         "torch_cpu": _to_text(torch.get_rng_state()),
         "torch_cuda": _to_text(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
     }
-    (folder / f"rng_rank_{rank}.json").write_text(json.dumps(state), encoding="utf-8")
+    rng_file(folder, rank).write_text(json.dumps(state), encoding="utf-8")
 
 
 def load_rng_state(folder: Path, rank: int) -> bool:
@@ -41,7 +46,7 @@ def load_rng_state(folder: Path, rank: int) -> bool:
     Raises:
         CheckpointError: the file is damaged.
     """
-    path = folder / f"rng_rank_{rank}.json"
+    path = rng_file(folder, rank)
     if not path.is_file():
         return False
     try:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from trainfer.exact.logprobs import filtered_logprobs, log_distribution, row_sampling
-from trainfer.exact.packed import CausalModel, forward_logits, pack
-from trainfer.plan.packing import micro_batches
+from trainfer.exact.packed import ROW_MULTIPLE, CausalModel, forward_logits, pack
+from trainfer.exact.ulysses import SequenceShard, slice_rows, whole_rows
+from trainfer.plan.packing import micro_batches, micro_batches_of_groups
 from trainfer.types import SampledSequence, TokenScores
 
 
@@ -26,9 +27,15 @@ class ForwardLimit:
     sequences: int | None = None
     tokens: int | None = None
 
-    def split(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Indices of the sequences of each forward."""
-        return micro_batches(lengths, max_sequences=self.sequences, max_tokens=self.tokens)
+    def split(
+        self, lengths: Sequence[int], prompts: Sequence[Sequence[int]] | None = None
+    ) -> list[list[int]]:
+        """Indices of the sequences of each forward; with ``prompts`` equal ones stay together and are computed once."""
+        if prompts is None:
+            return micro_batches(lengths, max_sequences=self.sequences, max_tokens=self.tokens)
+        return micro_batches_of_groups(
+            lengths, [tuple(ids) for ids in prompts], max_sequences=self.sequences, max_tokens=self.tokens
+        )
 
 
 def row_entropies(logprobs_SV: Tensor) -> Tensor:
@@ -58,35 +65,65 @@ def score_sequences(
     *,
     limit: ForwardLimit,
     device: torch.device | str,
+    micro_batches: Sequence[Sequence[int]] | None = None,
+    shard: SequenceShard | None = None,
 ) -> list[TokenScores]:
     """Score every response token of every sequence.
 
     ``logprobs`` are under the sequence's temperature alone, ``sampled_logprobs`` under its filters too.
+
+    Args:
+        model: Scores.
+        sequences: What is scored; at least one.
+        limit: Of one forward.
+        device: Where the tensors go.
+        micro_batches: Indices of the sequences of each forward, where ranks must make equally many (an empty one is
+            a forward that nobody reads). None: as few as ``limit`` allows.
+        shard: This rank's place among those that share these sequences.
     """
     scores: dict[int, TokenScores] = {}
-    for indices in limit.split([len(sequence.token_ids) for sequence in sequences]):
-        members = [sequences[index] for index in indices]
-        scores.update(zip(indices, _score_micro_batch(model, members, device), strict=True))
+    if micro_batches is None:
+        micro_batches = limit.split(
+            [len(sequence.token_ids) for sequence in sequences],
+            [sequence.prompt.token_ids for sequence in sequences],
+        )
+    for indices in micro_batches:
+        members = [sequences[index] for index in indices] or [sequences[0]]
+        scored = _score_micro_batch(model, members, device, shard)
+        scores.update(zip(indices, scored, strict=bool(indices)))
     return [scores[index] for index in range(len(sequences))]
 
 
 def _score_micro_batch(
-    model: CausalModel, sequences: Sequence[SampledSequence], device: torch.device | str
+    model: CausalModel,
+    sequences: Sequence[SampledSequence],
+    device: torch.device | str,
+    shard: SequenceShard | None,
 ) -> list[TokenScores]:
     batch = pack(
         [sequence.token_ids for sequence in sequences],
         [len(sequence.prompt.token_ids) for sequence in sequences],
         device=device,
+        row_multiple=ROW_MULTIPLE if shard is None else shard.row_multiple,
     )
+    whole_lengths = batch.response_lengths
+    sliced = None if shard is None else slice_rows(batch, shard)
+    batch = batch if sliced is None else sliced.packed
+
+    def by_sequence(values_S: Tensor) -> list[tuple[float, ...]]:
+        if shard is not None and sliced is not None:
+            values_S = whole_rows(values_S, sliced, shard)
+        return rows_by_sequence(values_S.tolist(), whole_lengths)
+
     lengths = batch.response_lengths
     sampling = row_sampling([sequence.sampling for sequence in sequences], lengths, device=device)
     logits_SV = forward_logits(model, batch)
     logprobs_SV = log_distribution(logits_SV, sampling.temperatures_S)
-    logprobs = rows_by_sequence(pick(logprobs_SV, batch.targets_S).tolist(), lengths)
-    entropies = rows_by_sequence(row_entropies(logprobs_SV).tolist(), lengths)
+    logprobs = by_sequence(pick(logprobs_SV, batch.targets_S))
+    entropies = by_sequence(row_entropies(logprobs_SV))
     sampled = logprobs
     if sampling.filters:
-        sampled = rows_by_sequence(filtered_logprobs(logits_SV, batch.targets_S, sampling).tolist(), lengths)
+        sampled = by_sequence(filtered_logprobs(logits_SV, batch.targets_S, sampling))
     return [
         TokenScores(logprobs=plain, sampled_logprobs=filtered, entropies=entropy)
         for plain, filtered, entropy in zip(logprobs, sampled, entropies, strict=True)

@@ -7,14 +7,49 @@ master's format as soon as a backward has made it, so accumulation over micro-ba
 ``refresh`` rounds the masters again after an optimizer step. Buffers keep their format: rotary
 frequencies in bfloat16 would be another model.
 
-It is what FSDP2's mixed precision does for several ranks; there ``fully_shard`` takes this class's place.
+It is what FSDP2's mixed precision does for several ranks; there ``sharded.ShardedWeights`` takes this class's place.
 """
 
 import copy
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class TrainableWeights(Protocol):
+    """A model that trains, as the trainer and the actor see it."""
+
+    @property
+    def master(self) -> nn.Module:
+        """What is optimised and saved."""
+        ...
+
+    @property
+    def compute(self) -> nn.Module:
+        """What is called."""
+        ...
+
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer updates; tied ones once."""
+        ...
+
+    def prepare_backward(self, *, last: bool) -> None:
+        """Called before each forward with a backward; ``last`` of its mini-batch or not."""
+        ...
+
+    def refresh(self) -> None:
+        """Called after the masters have changed."""
+        ...
+
+    def rest(self) -> None:
+        """Called after forwards without backward."""
+        ...
+
+    def move(self, device: torch.device) -> None:
+        """Move the model; the parameters stay the same objects."""
+        ...
 
 
 class MasterWeights:
@@ -42,6 +77,17 @@ class MasterWeights:
     def trainable(self) -> list[nn.Parameter]:
         """The master parameters that an optimizer updates; tied ones once."""
         return [parameter for parameter in self.master.parameters() if parameter.requires_grad]
+
+    def prepare_backward(self, *, last: bool) -> None:
+        """Nothing to do: there is nobody to meet."""
+
+    def rest(self) -> None:
+        """Nothing to do."""
+
+    def move(self, device: torch.device) -> None:
+        """Move both models."""
+        self.master.to(device)
+        self.compute.to(device)
 
     @torch.no_grad()
     def refresh(self) -> None:

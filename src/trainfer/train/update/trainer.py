@@ -1,8 +1,8 @@
 """The update: forward and backward over micro-batches, clipping, optimizer, schedule.
 
 Takes mini-batches of ``TrainingSequence``s and a model; changes the model's weights and gives one
-``StepStatistics`` per optimizer step. It loads no model, moves no sequence between ranks and reduces over
-none: each rank's statistics are divided by the whole mini-batch's totals, so a group adds them up.
+``StepStatistics`` per optimizer step. It loads no model, moves no sequence between ranks and adds no
+statistics over them: each rank's statistics are divided by the whole mini-batch's totals, so a group adds them up.
 
 The gradient of a mini-batch is the sum of its micro-batches' gradients, each already divided by the
 mini-batch's totals: micro-batch size, order and packing move nothing but rounding.
@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from trainfer.exact.logprobs import log_distribution
 from trainfer.exact.packed import CausalModel, forward_logits
+from trainfer.exact.ulysses import SequenceShard, whole_rows
 from trainfer.train.update.aggregate import LossAggregation, token_weight
-from trainfer.train.update.batch import MicroBatch, MiniBatch, micro_batch
+from trainfer.train.update.batch import NOTHING_TO_LEARN, MicroBatch, MiniBatch, micro_batch
 from trainfer.train.update.logprob import ForwardLimit, pick, row_entropies, rows_by_sequence
 from trainfer.train.update.loss import LossInputs, LossOutputs, LossSettings, grpo_loss
-from trainfer.train.update.master import MasterWeights
+from trainfer.train.update.master import TrainableWeights
 from trainfer.train.update.schedule import LearningRate
 from trainfer.types import TokenScores
 
@@ -89,11 +90,11 @@ class Trainer:
 
     def __init__(
         self,
-        weights: MasterWeights,
+        weights: TrainableWeights,
         settings: TrainerSettings,
         *,
         device: torch.device | str,
-        gradient_factor: float = 1.0,
+        shard: SequenceShard | None = None,
     ) -> None:
         """Build the optimizer.
 
@@ -101,8 +102,7 @@ class Trainer:
             weights: The model and what trains of it.
             settings: Constants of the update.
             device: Where micro-batches go.
-            gradient_factor: Multiplies the loss before backward: the number of ranks whose gradients are
-                averaged afterwards, so that averaging gives the sum that the totals ask for.
+            shard: This rank's place among those that share its sequences; None where it has them to itself.
         """
         self.weights = weights
         self.settings = settings
@@ -111,7 +111,7 @@ class Trainer:
         self.optimizer_steps = 0
         """Optimizer steps that changed weights: the weights version."""
         self._device = torch.device(device)
-        self._gradient_factor = gradient_factor
+        self._shard = shard
         self._trainable = weights.trainable()
         self.optimizer = torch.optim.AdamW(
             self._trainable,
@@ -165,16 +165,25 @@ class Trainer:
         ]
         sums = torch.zeros(7)
         scores: dict[int, TokenScores] = {}
-        for indices in self.settings.limit.split([len(sequence.token_ids) for sequence in sequences]):
-            batch = micro_batch(
-                [sequences[index] for index in indices],
-                [token_weights[index] for index in indices],
-                device=self._device,
+        parts = mini_batch.micro_batches
+        if parts is None:
+            parts = self.settings.limit.split(
+                [len(sequence.token_ids) for sequence in sequences],
+                [sequence.token_ids[: sequence.prompt_length] for sequence in sequences],
             )
+        for number, indices in enumerate(parts):
+            batch = micro_batch(
+                [sequences[index] for index in indices] or [NOTHING_TO_LEARN],
+                [token_weights[index] for index in indices] or [0.0],
+                device=self._device,
+                shard=self._shard,
+            )
+            self.weights.prepare_backward(last=number == len(parts) - 1)
             loss, logprobs_S, entropies_S = self._loss(batch)
-            (loss.loss * self._gradient_factor).backward()
+            loss.loss.backward()
             sums += _summed(loss).cpu()
-            scores.update(zip(indices, _scores(logprobs_S, entropies_S, batch), strict=True))
+            rows = self._whole(logprobs_S, batch), self._whole(entropies_S, batch)
+            scores.update(zip(indices, _scores(*rows, batch.response_lengths), strict=bool(indices)))
         return sums, [scores[index] for index in range(len(sequences))]
 
     def _loss(self, batch: MicroBatch) -> tuple[LossOutputs, Tensor, Tensor]:
@@ -197,6 +206,12 @@ class Trainer:
             rollout_weights_S=batch.rollout_weights_S,
         )
         return grpo_loss(inputs, self.settings.loss), logprobs_S.detach(), entropies_S.detach()
+
+    def _whole(self, values_S: Tensor, batch: MicroBatch) -> Tensor:
+        """With the rows of the ranks that share these sequences."""
+        if self._shard is None or batch.sliced is None:
+            return values_S
+        return whole_rows(values_S, batch.sliced, self._shard)
 
     def _optimizer_step(self) -> tuple[float, bool]:
         """Clip, step, clear; a gradient that is not finite changes nothing."""
@@ -275,8 +290,7 @@ def _step_statistics(
     )
 
 
-def _scores(logprobs_S: Tensor, entropies_S: Tensor, batch: MicroBatch) -> list[TokenScores]:
-    lengths = batch.packed.response_lengths
+def _scores(logprobs_S: Tensor, entropies_S: Tensor, lengths: Sequence[int]) -> list[TokenScores]:
     logprobs = rows_by_sequence(logprobs_S.tolist(), lengths)
     entropies = rows_by_sequence(entropies_S.tolist(), lengths)
     return [
