@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainfer.engines.scripted.engine import ScriptedAnswer
+    from trainfer.engines.vllm.settings import VllmSettings
     from trainfer.train.rollout.engine import Engine
     from trainfer.types import GenerationRequest
 
@@ -22,6 +23,7 @@ def make_engine(
     model: "nn.Module | None" = None,
     answers: "Sequence[ScriptedAnswer] | Callable[[GenerationRequest], ScriptedAnswer] | None" = None,
     limits: EngineLimits | None = None,
+    vllm: "VllmSettings | None" = None,
     weights_version: int = 0,
 ) -> "Engine":
     """Make an engine.
@@ -30,7 +32,8 @@ def make_engine(
         name: One of ``ENGINE_NAMES``.
         model: The causal LM that ``builtin`` and ``hf`` compute with, and write new weights into.
         answers: The script of ``scripted``.
-        limits: None is ``EngineLimits()``.
+        limits: None is ``EngineLimits()``; not read by ``vllm``.
+        vllm: How ``vllm`` is started; it makes its own model from a folder.
         weights_version: Optimizer steps behind the model's weights.
 
     Raises:
@@ -43,9 +46,15 @@ def make_engine(
             raise EngineError("the scripted engine needs answers; pass a list or a function of the request")
         return ScriptedEngine(answers, weights_version=weights_version)
     if name == "vllm":
-        raise EngineError(
-            "the vllm engine is not available yet; it will come with the extra trainfer[vllm]; use 'builtin'"
-        )
+        if vllm is None:
+            raise EngineError("the vllm engine needs settings with a model folder; pass VllmSettings")
+        from trainfer.engines.vllm.environment import installed_version, prepare_process
+
+        installed_version()
+        prepare_process(vllm.device)
+        from trainfer.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(vllm, weights_version=weights_version)
     if name not in ENGINE_NAMES:
         raise EngineError(
             f"no engine is called {name!r} (actor_rollout_ref.rollout.name); known are {', '.join(ENGINE_NAMES)}"
@@ -58,5 +67,10 @@ def make_engine(
 
         return HfEngine(model, limits=limits, weights_version=weights_version)
     from trainfer.engines.builtin.engine import BuiltinEngine
+    from trainfer.exact import gpu
 
+    if gpu.computes(next(model.parameters())):
+        from trainfer.engines.builtin.gpu_engine import GpuEngine
+
+        return GpuEngine(model, limits=limits, weights_version=weights_version)
     return BuiltinEngine(model, limits=limits, weights_version=weights_version)

@@ -6,8 +6,12 @@ parameters, and which passes a step makes. Combinations that cannot be honoured 
 
 import enum
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from trainfer.config.schema import OptimConfig, TrainConfig
+from trainfer.engines.vllm.settings import VllmSettings
 from trainfer.plan.records import StepPlan
 from trainfer.train.update.aggregate import LossAggregation
 from trainfer.train.update.kl import KlEstimator
@@ -71,6 +75,25 @@ def ref_log_prob_limit(plan: StepPlan) -> ForwardLimit:
     return ForwardLimit(
         sequences=plan.ref_log_prob_micro_batch_sequences_per_rank,
         tokens=plan.ref_log_prob_micro_batch_tokens_per_rank,
+    )
+
+
+def vllm_settings(
+    config: TrainConfig, model_folder: Path, *, device: str, dtype: torch.dtype
+) -> VllmSettings:
+    """How one rank's vLLM is started."""
+    rollout = config.actor_rollout_ref.rollout
+    return VllmSettings(
+        model_folder=model_folder,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device,
+        max_sequence_tokens=config.data.max_prompt_length + config.data.max_response_length,
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        enable_chunked_prefill=rollout.enable_chunked_prefill,
     )
 
 

@@ -1,1 +1,1 @@
-"""The real vLLM behind the Engine interface."""
+"""The real vLLM: requests → vLLM → completions, and the actor's weights → what vLLM computes with, proven."""

@@ -1,0 +1,94 @@
+"""Settings -> a running vLLM; its errors become ``EngineError`` with a remedy.
+
+Imports vLLM: ``environment.prepare_process`` must have run. Leaves out what the engine is used for.
+"""
+
+from typing import Any
+
+import torch
+from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+from trainfer.engines.vllm.environment import undisturbed
+from trainfer.engines.vllm.self_check import check_logprobs
+from trainfer.engines.vllm.settings import VllmSettings
+from trainfer.errors import EngineError
+
+EXTENSION = "trainfer.engines.vllm.worker_extension.WeightsExtension"
+
+_MEMORY_WORDS = ("memory", "KV cache", "cache blocks", "OutOfMemory")
+
+
+def llm_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """What ``vllm.LLM`` is called with.
+
+    Log-probs are ``processed_logprobs``: of the distribution that is sampled. Eager on a CPU; on a GPU vLLM
+    compiles and captures graphs, which stay valid when weights are reloaded in place.
+    """
+    on_cpu = settings.device == "cpu"
+    return {
+        "model": str(settings.model_folder),
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_sequence_tokens,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enable_chunked_prefill": settings.enable_chunked_prefill,
+        "logprobs_mode": "processed_logprobs",
+        "enforce_eager": on_cpu,
+        "enable_sleep_mode": settings.sleeps and not on_cpu,
+        "worker_extension_cls": EXTENSION,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+
+
+def start(arguments: dict[str, Any]) -> LLM:
+    """A running engine that has shown what its log-probs mean.
+
+    Raises:
+        EngineError: vLLM refused the model or the settings, found too little memory, or reports log-probs of
+            another distribution than it samples from.
+    """
+    with undisturbed():
+        try:
+            llm = LLM(**arguments)
+        except (ValueError, RuntimeError, OSError, TypeError, AssertionError) as error:
+            raise EngineError(_explain(error, arguments)) from error
+        try:
+            check_logprobs(llm)
+        except (
+            ValueError,
+            RuntimeError,
+        ) as error:  # in the first forward: kernels that lack a head size, memory
+            stop(llm)
+            raise EngineError(_explain(error, arguments)) from error
+        except EngineError:
+            stop(llm)
+            raise
+    return llm
+
+
+def stop(llm: LLM) -> None:
+    """End the engine and its worker processes; the process group that vLLM made is the caller's to end."""
+    llm.llm_engine.engine_core.shutdown()
+
+
+def _explain(error: Exception, arguments: dict[str, Any]) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"{type(error).__name__}: {' '.join(lines)[:400]}"
+    if isinstance(error, torch.OutOfMemoryError) or any(word in reason for word in _MEMORY_WORDS):
+        remedy = (
+            f"lower actor_rollout_ref.rollout.max_num_seqs ({arguments['max_num_seqs']}) or the sequence length "
+            f"({arguments['max_model_len']}), change rollout.gpu_memory_utilization "
+            f"({arguments['gpu_memory_utilization']}) on a GPU, or VLLM_CPU_KVCACHE_SPACE (GiB) on a CPU"
+        )
+        return f"vLLM found too little memory ({reason}): {remedy}"
+    return (
+        f"vLLM cannot run {arguments['model']} ({reason}); if it does not know this architecture, use "
+        "actor_rollout_ref.rollout.name=builtin"
+    )
