@@ -1,5 +1,6 @@
 """The plan's numbers are counted in real runs of one rank: forwards, backwards, optimizer steps."""
 
+import json
 from collections import Counter
 
 import pyarrow
@@ -138,3 +139,12 @@ def test_what_the_plan_refuses_does_not_start(rows, tmp_path):
     with pytest.raises(PlanError, match="not whole mini-batches"):
         open_session(configured(rows, run, T=4, n=2, M=3, m=2))
     assert not run.exists()
+
+
+def test_the_run_folder_holds_the_plan_document(rows, tmp_path):
+    run = tmp_path / "run"
+    with open_session(configured(rows, run, T=4, n=2, M=4, m=4)):
+        document = json.loads((run / "plan.json").read_text())
+    assert (document["schema"], document["rules"], document["ok"]) == ("trainfer.plan/1", "trainfer", True)
+    assert document["derived"]["sequences_per_step"] == document["step"]["sequences_per_step"] == 8
+    assert document["values"]["data.train_batch_size"] == {"value": 4, "source": "override"}

@@ -4,16 +4,16 @@ Takes a loaded configuration; gives a ``Session`` that ``run.py`` steps through.
 cheap to check is checked before the run folder is touched, and that before a model is loaded.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from trainfer.config.load import LoadedConfig, effective_yaml
 from trainfer.errors import CheckpointError
 from trainfer.integrations.transformers.generation import stop_token_ids
+from trainfer.plan.run_document import run_document
 from trainfer.train.data.order import steps_to_run
 from trainfer.train.journal.checkpoints import CheckpointStore, why_damaged
 from trainfer.train.journal.folder import RunFolder
@@ -133,7 +133,7 @@ def open_session(
     folder = RunFolder.open(
         Path(config.trainer.default_local_dir),
         config_text=effective_yaml(loaded),
-        plan_json=json.dumps(asdict(inputs.plan), indent=1),
+        plan_json=run_document(loaded.settings, inputs.plan),
         resume_mode=config.trainer.resume_mode,
     )
     try:
