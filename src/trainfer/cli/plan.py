@@ -13,7 +13,7 @@ import click
 
 from trainfer.errors import ConfigError
 from trainfer.plan.analyse import analyse
-from trainfer.plan.read import read_question
+from trainfer.plan.read import is_file, read_question
 from trainfer.plan.records import Plan
 from trainfer.plan.rule_sets import Rules
 from trainfer.plan.to_json import plan_document
@@ -81,7 +81,7 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
     if not words:
         return None, ()
     first = words[0]
-    if Path(first).is_file() or ("=" not in first and not first.startswith("~")):
+    if is_file(Path(first)) or ("=" not in first and not first.startswith("~")):
         return Path(first), words[1:]
     return None, words
 

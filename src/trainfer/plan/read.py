@@ -22,7 +22,10 @@ from trainfer.plan.question import Entry, ModelShape, NotStatic, Question
 MAX_CONFIG_BYTES = 1024 * 1024
 _STOCK = re.compile(r"verl[./]trainer[./]main_ppo(?:_v0)?(?:\.py)?$")
 _YAML_ENDINGS = (".yaml", ".yml", ".json")
-_OPTIONS_WITH_VALUE = ("--config-path", "--config-name", "--config-dir", "--package", "-cn", "-cp", "-cd")
+_CONFIG_OPTIONS = {
+    "--config-path": "path", "-cp": "path", "--config-dir": "path", "-cd": "path", "--config-name": "name", "-cn": "name",
+}  # fmt: skip
+_STOCK_CONFIG = re.compile(r"ppo(?:_megatron)?_trainer(?:\.yaml)?")
 
 
 def read_question(
@@ -70,6 +73,14 @@ def question_of_settings(settings: Settings, *, variables: Mapping[str, str]) ->
     return Question(entries=entries, environment=variables, variables=variables)
 
 
+def is_file(path: Path) -> bool:
+    """True for a file that is there; a name that no file can have is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def is_yaml(path: Path) -> bool:
     """By its ending; any other file is a launch script."""
     return path.suffix.lower() in _YAML_ENDINGS
@@ -79,14 +90,17 @@ def _yaml_entries(path: Path) -> Iterator[Entry]:
     from trainfer.config.yaml_file import read_yaml  # noqa: PLC0415 - launch scripts start without a YAML parser
 
     for leaf in read_yaml(path, dotted_keys=True):
+        if leaf.key.split(".")[0] in ("defaults", "hydra", "model_engine"):
+            continue  # Hydra's own sections
         yield Entry(key=leaf.key, value=leaf.value, source=f"{path}:{leaf.line}", from_command=False)
 
 
 def _script_question(path: Path, overrides: Sequence[str], variables: Mapping[str, str]) -> Question:
     script = read_launch_script(path, arguments=overrides, variables=variables)
     launch, notes = script.launch, list(script.notes)
-    words, megatron = _without_options(launch)
-    entries: list[Entry] = []
+    words, options = _without_options(launch)
+    megatron = "name" in options and "megatron" in options["name"].text
+    entries = _named_config(path, options, notes)
     if launch.program == "trainfer":
         words = list(words)
         entries += _config_of_train(path, words, notes)
@@ -109,17 +123,39 @@ def _script_question(path: Path, overrides: Sequence[str], variables: Mapping[st
     )
 
 
-def _without_options(launch: Launch) -> tuple[Sequence[LaunchWord], bool]:
-    """Words that are no options of Hydra's, and whether a Megatron configuration is named."""
+def _without_options(launch: Launch) -> tuple[Sequence[LaunchWord], dict[str, LaunchWord]]:
+    """Words that are no options of Hydra's, and its options that name a configuration."""
     words: list[LaunchWord] = []
-    megatron = skip = False
+    options: dict[str, LaunchWord] = {}
+    waiting: str | None = None
     for word in launch.words:
-        if skip or word.text.startswith("-"):
-            megatron = megatron or "megatron" in word.text
-            skip = not skip and word.text in _OPTIONS_WITH_VALUE
-        elif word.text:
+        name, equals, value = word.text.partition("=")
+        if waiting is not None:
+            options[waiting], waiting = word, None
+        elif name in _CONFIG_OPTIONS and equals:
+            options[_CONFIG_OPTIONS[name]] = replace(word, text=value)
+        elif name in _CONFIG_OPTIONS:
+            waiting = _CONFIG_OPTIONS[name]
+        elif word.text and not word.text.startswith("-"):
             words.append(word)
-    return words, megatron
+    return words, options
+
+
+def _named_config(path: Path, options: Mapping[str, LaunchWord], notes: list[str]) -> list[Entry]:
+    """Entries of a configuration of the user's own that Hydra is pointed at, where it is at hand."""
+    name, folder = options.get("name"), options.get("path")
+    if name is None or _STOCK_CONFIG.fullmatch(name.text):
+        return []
+    file = f"{name.text.removesuffix('.yaml')}.yaml"
+    if name.unknown is None and (folder is None or folder.unknown is None):
+        inside = Path(folder.text) if folder is not None else Path()
+        for candidate in (inside / file, path.parent / inside / file):
+            if is_file(candidate):
+                return list(_yaml_entries(candidate))
+    notes.append(
+        f"{path}:{name.line}: the configuration {name.text} is not at hand; the stock defaults are taken"
+    )
+    return []
 
 
 def _config_of_train(path: Path, words: list[LaunchWord], notes: list[str]) -> list[Entry]:
@@ -128,7 +164,7 @@ def _config_of_train(path: Path, words: list[LaunchWord], notes: list[str]) -> l
         return []
     named = words.pop(0)
     for candidate in (Path(named.text), path.parent / named.text):
-        if named.unknown is None and candidate.is_file():
+        if named.unknown is None and is_file(candidate):
             return list(_yaml_entries(candidate))
     notes.append(f"{path}:{named.line}: {named.text} is not at hand; its values are not known")
     return []

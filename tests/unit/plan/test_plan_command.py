@@ -71,6 +71,9 @@ def test_a_remedy_can_be_typed_as_it_is_printed(capsys):
         ["--env", "novalue", "a=1"],
         ["a=1,2"],
         ["--heads", "0", "a=1"],
+        ["x" * 5000],
+        ["a\0b"],
+        ["a=" + "x" * 70_000],
     ],
 )
 def test_what_cannot_be_done_exits_2_with_one_message(capsys, words):
@@ -162,6 +165,20 @@ def test_a_script_for_trainfer_reads_its_yaml(tmp_path, capsys):
     document = json.loads(out)
     assert (code, document["rules"]) == (0, "trainfer")
     assert document["derived"]["sequences_per_step"] == 48
+
+
+def test_a_configuration_that_hydra_is_pointed_at_is_read_where_it_is_at_hand(tmp_path, capsys):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text(
+        "hydra: {searchpath: [x]}\ndefaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 96}\n"
+    )
+    script = tmp_path / "go.sh"
+    for options in ("--config-path=conf --config-name=mine", "--config-name mine.yaml -cp conf"):
+        script.write_text(f"python3 -m verl.trainer.main_ppo {options} actor_rollout_ref.rollout.n=2\n")
+        document = json.loads(run(capsys, str(script), "--json")[1])
+        assert document["derived"]["sequences_per_step"] == 192
+    script.write_text("python3 -m verl.trainer.main_ppo --config-name=other actor_rollout_ref.rollout.n=2\n")
+    assert "other is not at hand" in str(json.loads(run(capsys, str(script), "--json")[1])["notes"])
 
 
 def test_a_value_that_must_be_run_leaves_numbers_open_and_says_so(tmp_path, capsys):
