@@ -40,11 +40,17 @@ def test_ulps_are_counted_in_the_dtype(dtype: torch.dtype, steps: int):
     assert compare_rows(x, y)[0].ulp_max == steps
 
 
-def test_ulps_across_zero_and_signed_zeros():
-    tiny = torch.finfo(torch.float32).smallest_normal * 2.0**-23
-    x, y = torch.tensor([[tiny, 0.0]]), torch.tensor([[-tiny, -0.0]])
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 23), (torch.bfloat16, 7), (torch.float16, 10)])
+def test_ulps_across_zero_and_signed_zeros(dtype: torch.dtype, bits: int):
+    tiny = torch.finfo(dtype).smallest_normal * 2.0**-bits
+    x, y = torch.tensor([[tiny, 0.0]], dtype=dtype), torch.tensor([[-tiny, -0.0]], dtype=dtype)
     metrics, _ = compare_rows(x, y)
     assert (metrics.ulp_max, metrics.equal) == (2, 1)
+
+
+def test_the_largest_distance_there_is_fits():
+    huge = torch.finfo(torch.float32).max
+    assert compare_rows(torch.tensor([[huge]]), torch.tensor([[-huge]]))[0].ulp_max == 2 * 0x7F7FFFFF
 
 
 def test_unlike_dtypes_are_measured_in_steps_of_the_coarser():
@@ -87,12 +93,12 @@ def test_sums_agree_with_float64(rows: int, width: int, seed: int):
     a, b = x.double(), y.double()
     off = (b - a).abs()
     assert metrics.elements == rows * width
-    assert metrics.mean_abs == pytest.approx(off.mean().item(), rel=1e-5, abs=1e-12)
+    assert metrics.mean_abs == pytest.approx(off.mean().item(), rel=1e-4, abs=1e-12)
     assert metrics.max_abs == pytest.approx(off.max().item(), rel=1e-6)
     assert errors[0] == 0
     if rows > 1:
         cosine = torch.nn.functional.cosine_similarity(a[1:].flatten(), b[1:].flatten(), dim=0).item()
-        assert metrics.cosine == pytest.approx(cosine, abs=1e-6)
+        assert metrics.cosine == pytest.approx(cosine, abs=1e-5)
     assert np.isfinite(errors).all()
 
 

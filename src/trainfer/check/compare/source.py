@@ -4,13 +4,20 @@ Takes a folder written by ``trainfer.capture``; gives records (see ``align.side`
 tools' dumps come through their integration as another ``ReadableSide``. No pickle, bounded memory: one tensor.
 """
 
+import os
+import threading
+import weakref
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from trainfer.check.align.side import Side
+from trainfer.check.dump.checksum import checksum
+from trainfer.check.dump.folder import open_shard, rank_folder
 from trainfer.check.dump.reader import Dump
-from trainfer.check.dump.records import TensorRecord, WeightRecord
+from trainfer.check.dump.records import Blob, TensorRecord, WeightRecord
+from trainfer.check.dump.shard import DATA_START
 from trainfer.check.dump.tensors import load_tensor
 
 
@@ -28,7 +35,18 @@ class ReadableSide(Side, Protocol):
 
 
 class DumpSide(Dump):
-    """A dump of trainfer's own format."""
+    """A dump of trainfer's own format. Shards stay open while it lives: thousands of records lie in each."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """Read the manifests.
+
+        Raises:
+            DumpError: the folder is no dump, or mixes several.
+        """
+        super().__init__(folder)
+        self._shards: dict[tuple[int, str], tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._shards)
 
     @property
     def name(self) -> str:
@@ -42,3 +60,45 @@ class DumpSide(Dump):
             DamagedRecordError: its bytes are not whole, or it holds none.
         """
         return load_tensor(self, rank, record)
+
+    def read(self, rank: int, blob: Blob) -> bytearray:
+        """As ``Dump.read``, with one copy and one system call for each record.
+
+        Raises:
+            DamagedRecordError: missing, truncated, changed, or not a shard at all.
+        """
+        descriptor, size = self._shard(rank, blob)
+        if descriptor < 0 or not DATA_START <= blob.offset <= blob.offset + blob.nbytes <= size:
+            return super().read(rank, blob)
+        data = bytearray(blob.nbytes)
+        view, done = memoryview(data), 0
+        while done < blob.nbytes:
+            count = os.preadv(descriptor, [view[done:]], blob.offset + done)
+            if count == 0:
+                return super().read(rank, blob)
+            done += count
+        if checksum(data) != blob.checksum:
+            return super().read(rank, blob)
+        return data
+
+    def _shard(self, rank: int, blob: Blob) -> tuple[int, int]:
+        """Descriptor and size of a shard, checked when it is opened; −1 once too many are open."""
+        key = (rank, blob.shard)
+        with self._lock:
+            if key not in self._shards:
+                if len(self._shards) >= _MAX_OPEN:
+                    return -1, 0
+                self.check(rank, blob)
+                with open_shard(rank_folder(self.folder, rank), blob.shard) as file:
+                    descriptor = os.dup(file.fileno())
+                self._shards[key] = (descriptor, os.fstat(descriptor).st_size)
+            return self._shards[key]
+
+
+_MAX_OPEN = 256
+
+
+def _close_all(shards: dict[tuple[int, str], tuple[int, int]]) -> None:
+    for descriptor, _ in shards.values():
+        os.close(descriptor)
+    shards.clear()
