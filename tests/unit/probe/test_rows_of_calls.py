@@ -8,6 +8,7 @@ import torch
 from conftest import tiny
 
 import trainfer
+from trainfer.check.dump.digest import prefix_digests
 from trainfer.check.dump.reader import Dump, is_row
 from trainfer.check.dump.records import RowLayout
 from trainfer.check.dump.tensors import load_tensor, rows_first
@@ -302,3 +303,53 @@ def test_sketches_of_equal_rows_are_equal_in_any_batch(model, tmp_path: Path):
     embedded = model.get_input_embeddings()(torch.tensor([SEQUENCES[1]]))[0]
     norms = np.array([row[-1].item() for row in rows[1].values()])
     assert np.allclose(norms, embedded.norm(dim=1).detach().numpy(), rtol=1e-6)
+
+
+def test_an_attention_plan_that_tells_nothing_gives_no_keys(model, tmp_path: Path):
+    class Silent:
+        def attend(self) -> None:
+            """Nothing."""
+
+    class Taking(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, input_ids: torch.Tensor, attention_plan: object) -> torch.Tensor:
+            return self.inner(input_ids).logits
+
+    with trainfer.capture(Taking(), tmp_path / "d", side="rollout") as cap:
+        cap._model(torch.tensor([[3, 4]]), Silent())
+    call = Dump(tmp_path / "d").calls(0)[0]
+    assert call.layout is RowLayout.UNKNOWN
+    assert "attention plan (Silent)" in call.note
+
+
+def test_the_builtin_engine_and_the_packed_trainer_have_the_same_rows(tmp_path: Path):
+    from trainfer.engines.builtin.engine import BuiltinEngine
+    from trainfer.engines.limits import EngineLimits
+    from trainfer.integrations.transformers.tiny import tiny_model
+    from trainfer.types import GenerationRequest, SamplingParams
+
+    model = tiny_model("qwen3")
+    engine = BuiltinEngine(model, limits=EngineLimits(max_num_seqs=3))
+    prompts = [(5, 6, 7), (5, 6, 7), (8, 9, 10, 11), tuple(range(20, 40))]
+    requests = [
+        GenerationRequest(
+            request_id=str(at), prompt_ids=prompt, seed=at, sampling=SamplingParams(max_new_tokens=4 + at)
+        )
+        for at, prompt in enumerate(prompts)
+    ]
+    with trainfer.capture(model, tmp_path / "rollout", side="rollout"):
+        answers = engine.generate(requests)
+        engine.generate(requests[:1])
+    sequences = [[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
+    with trainfer.capture(model, tmp_path / "train", side="train"), torch.no_grad():
+        forward_logits(model, pack(sequences, [len(prompt) for prompt in prompts], device="cpu"))
+    rollout, train = keys(tmp_path / "rollout").keys(), keys(tmp_path / "train").keys()
+    last = {tuple(prefix_digests(np.array(tokens))[-1].tolist()) for tokens in sequences}
+    assert rollout == train - last, "only the last sampled tokens were never executed"
+    dump = Dump(tmp_path / "rollout")
+    assert {call.pass_name for call in dump.calls(0).values()} == {"prefill", "decode"}
+    assert dump.manifest.counts["unknown"] == 0
+    assert dump.manifest.counts["padding"] > 0

@@ -49,7 +49,7 @@ def read_root_call(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[
         batch=batch,
         length=length,
         mask_B=mask_BL,
-        mask_unreadable=mask is not None and mask_BL is None,
+        unreadable=_why_unreadable(mask, mask_BL, named.get("attention_plan")),
         positions_BT=_positions(positions, batch, length),
         segment_starts=_integers(starts) if isinstance(starts, Tensor) else None,
         cached=length_before,
@@ -135,6 +135,12 @@ def _positions(positions: object, batch: int, length: int) -> np.ndarray | None:
         return None
     fits = positions.shape[0] in (1, batch) and positions.shape[1] == length
     return _integers(positions) if fits else None
+
+
+def _why_unreadable(mask: object, mask_BL: np.ndarray | None, plan: object) -> str:
+    if plan is not None:
+        return f"the attention plan ({type(plan).__name__}) does not tell whose rows it serves"
+    return "" if mask is None or mask_BL is not None else "the attention mask is not [batch, tokens]"
 
 
 def _kept_columns(kept: object, length: int) -> np.ndarray | None:

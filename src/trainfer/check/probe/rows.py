@@ -35,8 +35,8 @@ class CallInputs:
     length: int
     mask_B: np.ndarray | None = None
     """2-D attention mask ``[B, cached + T]`` of integers; None where there is none."""
-    mask_unreadable: bool = False
-    """True for a mask of another shape, from which padding cannot be read."""
+    unreadable: str = ""
+    """Why the rows cannot be read, where they cannot: an attention mask or plan that does not tell."""
     positions_BT: np.ndarray | None = None
     segment_starts: np.ndarray | None = None
     """Cumulative lengths of packed sequences (``cu_seq_lens_q``)."""
@@ -147,10 +147,8 @@ class RowTracker:
         """A call as read; also what its cache holds afterwards, where that is known."""
         if inputs.tokens_BT is None:
             return _unknown(inputs, "the root module got no token ids; name its rows with Rows"), None
-        if inputs.mask_unreadable:
-            return _unknown(
-                inputs, "the attention mask is not [batch, tokens]; name the rows with Rows"
-            ), None
+        if inputs.unreadable:
+            return _unknown(inputs, f"{inputs.unreadable}; name the rows with Rows"), None
         if inputs.cached:
             if history is None or history.length < inputs.cached or len(history.sequences_B) != inputs.batch:
                 table = _unknown(inputs, "the cache was filled by calls that were not captured")

@@ -21,22 +21,16 @@ from trainfer.exact.packed import ROW_MULTIPLE
 class DecodeRows:
     """Inputs of one decode forward."""
 
-    input_ids: Tensor
-    """``[1, B]``."""
-    position_ids: Tensor
-    """``[1, B]``."""
+    input_ids_B: Tensor
     plan: DecodePlan
     slots: tuple[Tracked, ...]
     """The sequence of each slot; B is padded beyond them."""
-    changed: bool
-    """True when slots differ from the step before."""
 
 
 class DecodeSlots:
     """Keeps the window in step with the sequences that decode."""
 
     def __init__(self, cache: PagedCache, num_slots: int, device: torch.device) -> None:
-        self._cache = cache
         self._window = DecodeWindow(cache, num_slots, device)
         self._device = device
         self._slots: list[Tracked] = []
@@ -45,52 +39,47 @@ class DecodeSlots:
         """Place the sequences and build the step's tensors; every last token has a block of its own."""
         longest = max(sequence.length for sequence in sequences)
         self._window.reserve(longest)
-        changed = self._place(sequences)
+        self._place(sequences)
         num_idle = round_up(len(self._slots), ROW_MULTIPLE) - len(self._slots)
         positions = [sequence.length - 1 for sequence in self._slots] + [0] * num_idle
-        capacity, size = self._window.capacity, self._cache.block_size
+        capacity = self._window.capacity
         columns = torch.tensor(
             [
                 [sequence.last_token for sequence in self._slots] + [self._slots[0].last_token] * num_idle,
                 positions,
-                [
-                    sequence.blocks[position // size] * size + position % size
-                    for sequence, position in zip(self._slots, positions, strict=False)
-                ]
-                + [0] * num_idle,
                 [slot * capacity + position for slot, position in enumerate(positions)],
             ],
             dtype=torch.int64,
             device=self._device,
         )
         plan = DecodePlan(
-            cache=self._cache,
             window=self._window,
-            cache_rows_B=columns[2],
-            window_rows_B=columns[3],
+            window_rows_B=columns[2],
             positions_B=columns[1],
             key_length=safe_key_length(longest),
             masks={},
+            sequences=tuple(self._slots),
         )
         return DecodeRows(
-            input_ids=columns[0:1],
-            position_ids=columns[1:2],
+            input_ids_B=columns[0],
             plan=plan,
             slots=tuple(self._slots),
-            changed=changed,
         )
 
-    def _place(self, sequences: Sequence[Tracked]) -> bool:
+    def _place(self, sequences: Sequence[Tracked]) -> None:
         """Give slots of sequences that left to newcomers, then to the sequences of the last slots."""
         wanted, held = set(sequences), set(self._slots)
         if wanted == held:
-            return False
+            return
         count = len(sequences)
         holes = [slot for slot in range(count) if slot >= len(self._slots) or self._slots[slot] not in wanted]
         moving = [sequence for sequence in self._slots[count:] if sequence in wanted]
         arriving = [sequence for sequence in sequences if sequence not in held] + moving
+        places = {sequence: slot for slot, sequence in enumerate(self._slots)}
         self._slots = self._slots[:count] + arriving[: max(0, count - len(self._slots))]
         for slot, sequence in zip(holes, arriving, strict=True):
             self._slots[slot] = sequence
-            self._window.fill(slot, sequence.blocks, sequence.length - 1)
-        return True
+            if sequence in places:
+                self._window.move(places[sequence], slot)
+            else:
+                self._window.fill(slot, sequence.blocks, sequence.length - 1)

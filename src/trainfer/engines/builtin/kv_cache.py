@@ -1,8 +1,8 @@
 """Keys and values of past tokens: blocks that sequences share, and a contiguous window for the CPU kernel.
 
-``PagedCache`` holds ``[blocks * block_size, G, K]`` per layer and is the truth. CPU attention wants the keys of
-a sequence in one strided piece, so ``DecodeWindow`` keeps such a copy for the sequences that decode, written
-along with the blocks and gathered anew only for slots whose sequence changed. The two plans at the end are
+``PagedCache`` holds ``[blocks * block_size, G, K]`` per layer: what prefill computed. CPU attention wants the keys of
+a sequence in one strided piece, so ``DecodeWindow`` keeps them so for the sequences that decode: a slot is filled from
+the blocks once, and the keys of decoded tokens are written there alone. The two plans at the end are
 what ``exact.attention`` calls in prefill and in decode.
 
 Everything starts as zeros and stays finite: a masked key is multiplied by 0, and 0 * nan would be nan.
@@ -10,8 +10,9 @@ Everything starts as zeros and stays finite: a masked key is multiplied by 0, an
 Axes: T rows, B slots, G key/value heads, L key length, K head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from trainfer.exact.attention import (
     round_up,
     safe_key_length,
 )
-from trainfer.exact.packed import ROW_MULTIPLE
+from trainfer.exact.layout import RowLayout
+from trainfer.exact.packed import ROW_MULTIPLE, PackedPlan
 
 WINDOW_STEP = 64
 """Key length of a window grows by at least this many tokens at a time."""
@@ -112,12 +114,31 @@ class DecodeWindow:
             keys[slot, :length] = key
             values[slot, :length] = value
 
+    def move(self, source: int, target: int) -> None:
+        """Let the sequence of slot ``source`` take slot ``target``."""
+        for pool in (*self._keys.values(), *self._values.values()):
+            pool[target].copy_(pool[source])
+
     def pools(self, layer: int, key_TGK: Tensor, value_TGK: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's window, ``[B, L, G, K]`` each, allocated like the given keys at first sight."""
         if layer not in self._keys:
             self._keys[layer] = key_TGK.new_zeros(self.num_slots, self.capacity, *key_TGK.shape[1:])
             self._values[layer] = value_TGK.new_zeros(self.num_slots, self.capacity, *value_TGK.shape[1:])
         return self._keys[layer], self._values[layer]
+
+
+class Decoding(Protocol):
+    """A sequence while it decodes, by its tokens."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """Its prompt."""
+        ...
+
+    @property
+    def sampled_ids(self) -> Sequence[int]:
+        """Sampled so far, the one that is decoded now included."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +148,11 @@ class PrefillPlan:
     packed: AttentionPlan
     cache: PagedCache
     cache_rows_T: Tensor
+
+    @property
+    def layout(self) -> RowLayout | None:
+        """Which rows are whose; only a probe asks. None where the packed plan cannot tell."""
+        return self.packed.layout if isinstance(self.packed, PackedPlan) else None
 
     def attend(self, query_THK: Tensor, key_TGK: Tensor, value_TGK: Tensor, form: AttentionForm) -> Tensor:
         """Attention output ``[T, H, K]``."""
@@ -138,32 +164,41 @@ class PrefillPlan:
 class DecodePlan:
     """One row a slot, against the window. ``B`` counts idle slots too."""
 
-    cache: PagedCache
     window: DecodeWindow
-    cache_rows_B: Tensor
     window_rows_B: Tensor
     """``slot * capacity + position``."""
     positions_B: Tensor
     key_length: int
     masks: dict[int | None, Tensor]
     """Additive mask ``[B, key_length]`` by sliding window; filled as layers ask."""
+    sequences: tuple[Decoding, ...] = ()
+    """The sequence of each slot that is not idle."""
+
+    def row_prefixes(self) -> list[tuple[Hashable, Sequence[int]] | None]:
+        """For each row its sequence and all tokens up to the row; None for an idle one. Only a probe asks."""
+        named: list[tuple[Hashable, Sequence[int]] | None] = [
+            (sequence, (*sequence.prompt_ids, *sequence.sampled_ids)) for sequence in self.sequences
+        ]
+        return named + [None] * (len(self.window_rows_B) - len(named))
 
     def attend(self, query_THK: Tensor, key_TGK: Tensor, value_TGK: Tensor, form: AttentionForm) -> Tensor:
         """Attention output ``[B, H, K]``."""
-        self.cache.write(form.layer, self.cache_rows_B, key_TGK, value_TGK)
-        keys, values = self.window.pools(form.layer, key_TGK, value_TGK)
-        keys.flatten(0, 1).index_copy_(0, self.window_rows_B, key_TGK)
-        values.flatten(0, 1).index_copy_(0, self.window_rows_B, value_TGK)
-        rows = query_THK.shape[0]
-        return decode_attention(
-            query_THK,
+        keys, values = self.store(form.layer, key_TGK, value_TGK)
+        return decode_attention(query_THK, keys, values, form, self.mask(form.window, query_THK.dtype))
+
+    def store(self, layer: int, key_BGK: Tensor, value_BGK: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a row's key and value each; gives all of the step, ``[B, G, key_length, K]``."""
+        keys, values = self.window.pools(layer, key_BGK, value_BGK)
+        keys.flatten(0, 1).index_copy_(0, self.window_rows_B, key_BGK)
+        values.flatten(0, 1).index_copy_(0, self.window_rows_B, value_BGK)
+        rows = len(key_BGK)
+        return (
             keys[:rows, : self.key_length].transpose(1, 2),
             values[:rows, : self.key_length].transpose(1, 2),
-            form,
-            self._mask(form.window, query_THK.dtype),
         )
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask ``[B, key_length]`` of a sliding window (None: all earlier keys are seen)."""
         if window not in self.masks:
             column = torch.arange(self.key_length, device=self.positions_B.device)
             seen = column <= self.positions_B[:, None]
