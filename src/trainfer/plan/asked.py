@@ -13,6 +13,9 @@ from trainfer.plan.records import Value
 
 T = TypeVar("T")
 
+MAX_COUNT = 10**12
+"""No batch is larger; a number above is a mistake, and would only make arithmetic slow."""
+
 
 class NotKnown(Exception):
     """The value of a key is not known, or is not of the kind that the reader needs."""
@@ -42,7 +45,7 @@ class Asked:
         value = self.value(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
             raise NotKnown(key)
         return value
 
@@ -60,7 +63,7 @@ class Asked:
         value = self.value(key)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_COUNT:
             raise NotKnown(key)
         return value
 
@@ -103,6 +106,8 @@ def shown(value: Value) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, int) and abs(value) > MAX_COUNT:
+        return f"{'-' if value < 0 else ''}a number above {MAX_COUNT}"
     return str(value)
 
 

@@ -178,6 +178,7 @@ def derived(asked: Asked) -> Derived:
         ),
         padding_sequences=0,
         learning_rate_steps_per_step=1,
+        validation_padded_to_multiple_of=1,
         validation_sequences_per_prompt=known(lambda: asked.count(keys.VAL_N, 1)),
     )
 

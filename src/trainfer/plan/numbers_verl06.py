@@ -111,6 +111,11 @@ def _ref_forwards(asked: Asked) -> Number:
     )
 
 
+def _validation_multiple(asked: Asked) -> int:
+    """Validation is padded to the number of generators and cut again."""
+    return asked.count(keys.WORKERS, 8) if asked.text(keys.MODE, "sync") == "async" else replicas(asked)
+
+
 def derived(asked: Asked) -> Derived:
     """Every number, None where a value that it needs is not known."""
     return Derived(
@@ -138,6 +143,7 @@ def derived(asked: Asked) -> Derived:
         ref_log_prob_forwards_per_rank=known(lambda: _ref_forwards(asked)),
         padding_sequences=0,
         learning_rate_steps_per_step=1,
+        validation_padded_to_multiple_of=known(lambda: _validation_multiple(asked)),
         validation_sequences_per_prompt=known(lambda: asked.count(keys.VAL_N, 1)),
     )
 

@@ -171,6 +171,7 @@ def derived(asked: Asked) -> Derived:
         ref_log_prob_forwards_per_rank=known(lambda: _ref_forwards(asked)),
         padding_sequences=known(lambda: padding(asked) * updates_per_step(asked)),
         learning_rate_steps_per_step=known(lambda: updates_per_step(asked)),
+        validation_padded_to_multiple_of=1,
         validation_sequences_per_prompt=known(lambda: asked.count(keys.VAL_N, 1)),
     )
 

@@ -73,6 +73,8 @@ class Derived:
     """Synthetic sequences that the rule set adds to a step, all ranks."""
     learning_rate_steps_per_step: Number
     validation_sequences_per_prompt: Number
+    validation_padded_to_multiple_of: Number
+    """Sequences that are added to a validation batch and cut away again make it a multiple of this; 1: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

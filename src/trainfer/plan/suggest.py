@@ -118,9 +118,9 @@ def _cost(asked: Asked, changes: Changes) -> float:
     total = 0.0
     for key, new in changes.items():
         old = asked.values.get(key)
-        if _is_count(old) and _is_count(new):
-            odd = 0.5 if key in _POWERS_OF_TWO and int(new) & (int(new) - 1) else 0.0  # pyright: ignore[reportArgumentType]
-            total += odd + _WEIGHTS.get(key, 0.3) * (0.05 + abs(math.log(float(new) / float(old))))  # pyright: ignore[reportArgumentType]
+        if isinstance(old, int) and isinstance(new, int) and _is_count(old) and _is_count(new):
+            odd = 0.5 if key in _POWERS_OF_TWO and new & (new - 1) else 0.0
+            total += odd + _WEIGHTS.get(key, 0.3) * (0.05 + abs(math.log(new) - math.log(old)))
         else:
             total += 0.02 if new is None else 0.3
     return total

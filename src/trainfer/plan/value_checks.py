@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from trainfer.plan import keys
-from trainfer.plan.asked import Asked, shown
+from trainfer.plan.asked import MAX_COUNT, Asked, shown
 from trainfer.plan.records import Problem, Value
 
 _NEVER_NULL = (
@@ -26,14 +26,14 @@ def counts(asked: Asked) -> Iterator[Problem]:
         if value is None:
             if key in _NEVER_NULL:
                 yield _wrong(key, value, "must be given")
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
             late = value == 0 and key in (keys.LOG_PROB, keys.REF)
             yield Problem(
                 severity="error",
                 when="run" if late else "config",
                 code="not_a_positive_whole_number",
                 keys=(key,),
-                message=f"{key}={shown(value)} is not a positive whole number; set at least 1.",
+                message=f"{key}={shown(value)} is not a positive whole number (at most {MAX_COUNT}).",
                 upstream_message=_UPSTREAM_OF_ZERO.get(key) if value == 0 else None,
             )
 
@@ -46,7 +46,9 @@ def flags_and_wholes(asked: Asked) -> Iterator[Problem]:
             yield _wrong(key, value, "must be true or false")
     for key in keys.WHOLES:
         value = None if key in asked.unknown else asked.values.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_COUNT
+        ):
             yield _wrong(key, value, "must be a whole number")
 
 

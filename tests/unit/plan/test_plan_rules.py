@@ -1,15 +1,20 @@
 """Rules that the worked examples do not reach: heads, hybrid sharding, budgets, kinds of values, choice of rules."""
 
+import io
 import json
+import time
 
 import pytest
 from asking import codes, overrides_of, plan, question, upstream
+from rich.console import Console
 
 from trainfer.errors import ConfigError
 from trainfer.plan.analyse import analyse
 from trainfer.plan.explain import PARAGRAPHS, explain
 from trainfer.plan.question import ModelShape
 from trainfer.plan.read import read_question
+from trainfer.plan.show import show
+from trainfer.plan.to_json import plan_document
 
 OK = {"T": 64, "n": 8, "G": 8, "TP": 2, "M": 32, "m": 8, "L": 8}
 BOTH = pytest.mark.parametrize("rules", ["verl-0.6", "verl-0.9"])
@@ -203,3 +208,25 @@ def test_explain_knows_every_key_by_its_end():
     )
     with pytest.raises(ConfigError, match="Did you mean"):
         explain("ppo_minibatch_size")
+
+
+def test_validation_is_padded_to_the_generators_of_06():
+    assert plan("verl-0.6", **OK).derived.validation_padded_to_multiple_of == 4
+    assert plan("verl-0.6", **OK, mode="async", workers=16).derived.validation_padded_to_multiple_of == 16
+    assert plan("verl-0.9", **OK).derived.validation_padded_to_multiple_of == 1
+
+
+@BOTH
+@pytest.mark.parametrize("huge", ["1000000000000", "999999999999999989", "9" * 400, "9" * 6000])
+@pytest.mark.parametrize(
+    "key", ["data.train_batch_size", "trainer.nnodes", "actor_rollout_ref.actor.ppo_mini_batch_size"]
+)
+def test_huge_numbers_are_answered_soon(rules, huge, key):
+    began = time.process_time()
+    try:
+        result = analyse(question([*overrides_of(**OK), f"{key}={huge}"]), rules)
+    except ConfigError:
+        return
+    json.dumps(plan_document(result), allow_nan=False, default=str)
+    show(result, title="huge", console=Console(file=io.StringIO(), width=120))
+    assert time.process_time() - began < 1.0
