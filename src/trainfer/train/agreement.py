@@ -17,10 +17,11 @@ mismatch/pearson                             correlation of a and b
 mismatch/ess                                 (sum rho)^2 / (n sum rho^2), Kish; 1 is perfect
 mismatch/abs_diff_by_prob_bin/LOW-HIGH       mean |d| of tokens with LOW <= exp(b) < HIGH: differences
                                              of probability hide rare tokens, where the damage is
-mismatch/bitwise_equal_fraction              share of tokens with a == b
+mismatch/bitwise_equal_fraction              share of tokens with a == b, both finite
 mismatch/tokens                              tokens that were compared
 mismatch/nonfinite_tokens                    tokens with a or b not finite, e.g. one that the trainer's
-                                             filter excludes; left out of every other number
+                                             filter excludes; left out of every other number but
+                                             the bitwise share, where they count as unequal
 training/rollout_probs_diff_{max,mean,std}   of |exp a - exp b|, n-1 std (verl: calculate_debug_metrics)
 training/rollout_actor_probs_pearson_corr    correlation of exp a and exp b (MiniMax-M1, arXiv 2506.13585)
 rollout_corr/kl, k3_kl                       as k1, k3 (verl: compute_offpolicy_metrics, as all below)
@@ -193,7 +194,8 @@ def agreement_metrics(
     compared = {"mismatch/tokens": float(sum(len(ours) for ours, _ in pairs))}
     agreement = measure([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
     if agreement is None:
-        return {**compared, "mismatch/nonfinite_tokens": compared["mismatch/tokens"]}
+        unequal = {"mismatch/bitwise_equal_fraction": 0.0} if compared["mismatch/tokens"] else {}
+        return {**compared, **unequal, "mismatch/nonfinite_tokens": compared["mismatch/tokens"]}
     return {**compared, **agreement.metrics()}
 
 
@@ -211,13 +213,13 @@ def _token_agreement(a: Floats, b: Floats, *, nonfinite_tokens: int) -> TokenAgr
         nonfinite_tokens=nonfinite_tokens,
         abs_diff_mean=float(abs_d.mean()),
         abs_diff_max=float(abs_d.max()),
-        k1=float(-d.mean()),
+        k1=float((b - a).mean()),
         k2=float(0.5 * np.square(d).mean()),
         k3=_k3(d),
         pearson=_pearson(a, b),
         ess=float(rho.sum() ** 2 / (len(rho) * np.square(rho).sum())),
         abs_diff_by_bin=tuple(float(part.mean()) if len(part) else math.nan for part in by_bin),
-        bitwise_equal_fraction=float((a == b).mean()),
+        bitwise_equal_fraction=float((a == b).sum() / (len(d) + nonfinite_tokens)),
     )
 
 
@@ -240,7 +242,7 @@ def _policy_gap(a: Floats, b: Floats, owner: NDArray[np.intp]) -> PolicyGap:
     sum_d = np.add.reduceat(d, starts)
     log_ppl_diff = mean_b - mean_a
     return PolicyGap(
-        kl=float(-d.mean()),
+        kl=float((b - a).mean()),
         k3_kl=_k3(d),
         training_ppl=float(np.exp(-mean_a).mean()),
         rollout_ppl=float(np.exp(-mean_b).mean()),

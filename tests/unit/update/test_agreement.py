@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from trainfer.train.agreement import measure
+from trainfer.train.agreement import agreement_metrics, measure
 
 
 def test_every_token_metric_by_hand():
@@ -54,7 +54,7 @@ def test_equal_policies_agree_in_every_number():
     assert result is not None
     metrics = result.metrics()
     for name in ("logp_abs_diff_mean", "logp_abs_diff_max", "k1", "k2", "k3"):
-        assert metrics[f"mismatch/{name}"] == 0.0
+        assert str(metrics[f"mismatch/{name}"]) == "0.0"  # not "-0.0"
     assert metrics["mismatch/ess"] == 1.0
     assert metrics["mismatch/bitwise_equal_fraction"] == 1.0
     assert metrics["rollout_corr/ppl_ratio"] == 1.0
@@ -79,10 +79,17 @@ def test_a_token_that_one_side_excludes_is_counted_and_kept_out():
     assert result is not None
     assert result.tokens.nonfinite_tokens == 1
     assert result.metrics()["mismatch/logp_abs_diff_max"] == 0.0
+    assert result.tokens.bitwise_equal_fraction == 0.5
 
 
-def test_no_finite_token_gives_nothing_to_measure():
+def test_no_finite_token_gives_nothing_to_measure_and_is_not_equal():
     assert measure([[math.nan]], [[-1.0]]) is None
+    assert agreement_metrics([[math.nan], None], [[-1.0], [-2.0]]) == {
+        "mismatch/tokens": 1.0,
+        "mismatch/bitwise_equal_fraction": 0.0,
+        "mismatch/nonfinite_tokens": 1.0,
+    }
+    assert "mismatch/bitwise_equal_fraction" not in agreement_metrics([None], [[-1.0]])
 
 
 def test_an_undefined_correlation_is_left_out():
