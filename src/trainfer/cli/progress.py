@@ -244,7 +244,7 @@ def _reached_lines(reached: RunDigest) -> list[str]:
             else f", {percent_text(reached.bitwise_fraction)} bitwise equal"
         )
         lines.append(
-            f"  |Δlogp| max  {difference_text(reached.diff_max)} over {reached.response_tokens:,} sampled tokens{exact}"
+            f"  |Δlogp| max  {difference_text(reached.diff_max)} over {reached.compared_tokens:,} sampled tokens{exact}"
         )
     if reached.checked_syncs:
         lines.append(

@@ -52,6 +52,51 @@ def test_what_was_not_measured_is_not_claimed(tmp_path):
     assert agreement(read_run(folder)).tone == "unknown"
 
 
+def test_only_compared_tokens_are_claimed_and_shares_are_of_tokens(tmp_path):
+    few = {"mismatch/tokens": 100.0, "mismatch/bitwise_equal_fraction": 0.5}
+    found = agreement(
+        read_run(
+            run_folder(tmp_path, [(1, metrics(1, **few)), (2, metrics(2, **{"mismatch/tokens": 300.0}))])
+        )
+    )
+    assert "over 400 sampled tokens" in found.detail
+    assert "87.50 % of the tokens are bitwise equal" in found.detail
+
+
+def test_the_validation_before_training_is_a_dot_at_step_0(tmp_path):
+    first = metrics(1, **{"val-core/a/reward/mean@4": 0.5, "val-before-train/a/reward/mean@4": 0.25})
+    run = read_run(run_folder(tmp_path, [(1, first), (2, metrics(2, **{"val-core/a/reward/mean@4": 0.75}))]))
+    series = run.series["val-core/a/reward/mean@4"]
+    assert list(zip(series.steps, series.values, strict=True)) == [(0, 0.25), (1, 0.5), (2, 0.75)]
+    assert "validation, step 0: 0.25" in render_training_report(run)
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        ("actor_rollout_ref: {model: {path: models/small}}", "models/small"),
+        (
+            "actor_rollout_ref: {model: {path: null}}\ntrainfer: {warmup: {architecture: qwen3}}",
+            "tiny qwen3 made on the spot",
+        ),
+        ("trainfer: {warmup: null}", "unknown model"),
+    ],
+)
+def test_the_header_names_what_trains(tmp_path, config, model):
+    folder = run_folder(tmp_path, [(1, metrics(1))])
+    (folder / "config.yaml").write_text(config)
+    assert read_run(folder).model == model
+
+
+def test_a_kl_curve_is_drawn_only_where_a_kl_term_was_measured(tmp_path):
+    without = render_training_report(read_run(run_folder(tmp_path, [(1, metrics(1))])))
+    assert "KL to the reference" not in without
+    for name, place in (("actor/kl_loss", "in the loss"), ("actor/reward_kl_penalty", "in the reward")):
+        page = render_training_report(read_run(run_folder(tmp_path, [(1, metrics(1, **{name: 0.1}))])))
+        assert page.count("<h3>KL to the reference</h3>") == 1
+        assert place in page
+
+
 def test_times_are_shares_of_the_step_and_the_rest_is_other(tmp_path):
     found = stages(read_run(run_folder(tmp_path, [(step, metrics(step)) for step in (1, 2)])))
     assert [(stage.name, stage.seconds, stage.share) for stage in found] == [
@@ -137,6 +182,12 @@ def test_no_number_in_the_file_breaks_the_page(tmp_path_factory, entries):
     assert not re.search(r'(?:d|x|y|cx|cy|x1|y1)="[^"]*(?:nan|inf)', page)
 
 
+def test_the_smallest_floats_have_a_place_on_the_axis():
+    curve = linear_curve([1, 2], [0.0, 5e-324], from_zero=True)
+    assert curve is not None
+    assert all(math.isfinite(point.y) for point in curve.points)
+
+
 @settings(deadline=None)
 @given(st.floats(-1e300, 1e300), st.floats(-1e300, 1e300))
 def test_ticks_enclose_the_values_and_are_few(a, b):
@@ -208,7 +259,7 @@ def test_the_report_and_the_closing_summary_count_the_same(tmp_path):
         tmp_path, [(0, {"val-core/a/reward/mean@1": 0.1}), *((k, metrics(k)) for k in range(1, 9))]
     )
     reached = digest(read_metrics(folder / "metrics.jsonl"))
-    assert reached.response_tokens == 8 * 512
+    assert reached.compared_tokens == 8 * 512
     assert (reached.num_steps, reached.proven_syncs, reached.checked_syncs) == (8, 8, 8)
     assert (reached.first_score, reached.last_score) == pytest.approx((0.015, 0.075))
-    assert f"{reached.response_tokens:,} sampled tokens" in agreement(read_run(folder)).detail
+    assert f"{reached.compared_tokens:,} sampled tokens" in agreement(read_run(folder)).detail

@@ -35,6 +35,7 @@ TEMPLATE = "training.html.jinja"
 _SCORE = "critic/score/mean"
 _DIFF_MAX = "mismatch/logp_abs_diff_max"
 _BITWISE = "mismatch/bitwise_equal_fraction"
+_TOKENS = "mismatch/tokens"
 _STAGES = {
     "gen": "sampling",
     "reward": "scoring",
@@ -50,7 +51,8 @@ _SMALL = (
     ("response_length/mean", "Response length", "tokens, mean per step"),
     ("actor/entropy", "Entropy", "nats per token"),
     ("actor/grad_norm", "Gradient norm", "before clipping"),
-    ("actor/kl_loss", "KL to the reference", "nats per token"),
+    ("actor/kl_loss", "KL to the reference", "nats per token, in the loss"),
+    ("actor/reward_kl_penalty", "KL to the reference", "nats per token, in the reward"),
 )
 
 
@@ -153,7 +155,7 @@ def agreement(run: RunRecord) -> Agreement:
             headline="Agreement was not measured",
             detail="metrics.jsonl holds no log-prob differences between rollout and training.",
         )
-    tokens = _response_tokens(run)
+    tokens = _compared_tokens(run)
     over = (
         f"over {tokens:,} sampled tokens in {len(differences.values):,} steps" if tokens else "over all steps"
     )
@@ -310,24 +312,27 @@ def _num_steps(run: RunRecord) -> int:
     return len(run.series[_SCORE].values) if _SCORE in run.series else run.num_steps
 
 
-def _response_tokens(run: RunRecord) -> int:
-    """Mean response length times sequences, summed over the steps."""
-    names = ("response_length/mean", "perf/total_num_tokens", "global_seqlen/mean")
-    if any(name not in run.series for name in names):
-        return 0
-    columns = [dict(zip(run.series[name].steps, run.series[name].values, strict=True)) for name in names]
-    total = 0.0
-    for step, length in columns[0].items():
-        mean = columns[2].get(step, 0.0)
-        tokens = length * columns[1].get(step, 0.0) / mean if mean > 0 else 0.0
-        total += tokens if drawable(tokens) else 0.0
-    return round(total)
+def _compared_tokens(run: RunRecord) -> int:
+    """Response tokens whose two log-probs were compared, over all steps; 0 where no step says."""
+    series = run.series.get(_TOKENS)
+    return round(math.fsum(value for value in series.values if drawable(value))) if series else 0
 
 
 def _bitwise_share(run: RunRecord) -> float | None:
-    series = run.series.get(_BITWISE)
-    values = [value for value in series.values if drawable(value)] if series else []
-    return fmean(values) if values else None
+    """Of the compared tokens; of the steps, where these do not say how many tokens they compared."""
+    series, tokens = run.series.get(_BITWISE), run.series.get(_TOKENS)
+    if series is None:
+        return None
+    weights = dict(zip(tokens.steps, tokens.values, strict=True)) if tokens else {}
+    pairs = [
+        (weights.get(step, 0.0), value)
+        for step, value in zip(series.steps, series.values, strict=True)
+        if drawable(value)
+    ]
+    total = math.fsum(weight for weight, _ in pairs if drawable(weight))
+    if total > 0:
+        return math.fsum(weight * value for weight, value in pairs if drawable(weight)) / total
+    return fmean(value for _, value in pairs) if pairs else None
 
 
 def _percent(share: float) -> str:

@@ -111,9 +111,10 @@ def linear_curve(
     high = max([bucket.largest for bucket in found] + [value for _, value in shown_marks])
     y_values = nice_ticks(low, 1.0 if from_zero and low == high == 0 else high)
     low, high = min(low, y_values[0]), max(high, y_values[-1])
+    half_span = high / 2 - low / 2  # halves: no overflow; 0 where both ends are the smallest floats
 
     def y_of(value: float) -> float:
-        share = (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5  # halves: no overflow
+        share = (value / 2 - low / 2) / half_span if half_span > 0 else 0.5
         return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
 
     return _assembled(

@@ -33,6 +33,7 @@ SHOWN = (
     "mismatch/logp_abs_diff_mean",
     "mismatch/bitwise_equal_fraction",
     "mismatch/nonfinite_tokens",
+    "mismatch/tokens",
     "weights/fingerprint_match",
     "weights/version",
     "response_length/mean",
@@ -41,10 +42,13 @@ SHOWN = (
     "actor/grad_norm",
     "actor/ppo_kl",
     "actor/kl_loss",
+    "actor/reward_kl_penalty",
     "perf/total_num_tokens",
     "global_seqlen/mean",
 )
 PREFIXES = ("val-core/", "timing_s/")
+BEFORE_TRAINING = "val-before-train/"
+"""Stands in the first step's line for a validation that was made before it: step 0 of its ``val-core/`` series."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,14 +152,17 @@ def _take(entry: Json, step: int, record: RunRecord) -> None:
     record.last_step = step
     record.num_steps += 1
     for name, value in entry.items():
-        if name not in SHOWN and not name.startswith(PREFIXES):
+        before = record.num_steps == 1 and name.startswith(BEFORE_TRAINING)
+        if not before and name not in SHOWN and not name.startswith(PREFIXES):
             continue
+        shown = f"val-core/{name.removeprefix(BEFORE_TRAINING)}" if before else name
         number = _number(value if value is not None else words.get(name))
-        if number is None or (name not in record.series and len(record.series) >= MAX_SERIES):
+        if number is None or (shown not in record.series and len(record.series) >= MAX_SERIES):
             continue
-        series = record.series.setdefault(name, Series(steps=array("q"), values=array("d")))
-        series.steps.append(step)
-        series.values.append(number)
+        series = record.series.setdefault(shown, Series(steps=array("q"), values=array("d")))
+        place = 0 if before else len(series.steps)
+        series.steps.insert(place, 0 if before else step)
+        series.values.insert(place, number)
 
 
 def _number(value: object) -> float | None:
@@ -224,16 +231,19 @@ def _text(path: Path, notes: list[str]) -> str:
 
 
 def _names(config_text: str, folder: Path) -> tuple[str, str]:
-    """(project / experiment, model path), the folder's name where the configuration does not say."""
+    """(project / experiment, model), the folder's name where the configuration does not say."""
     try:
         config = yaml.safe_load(config_text)
     except (yaml.YAMLError, ValueError, RecursionError):
         config = None
     trainer = _mapping(_mapping(config).get("trainer"))
     model = _mapping(_mapping(_mapping(config).get("actor_rollout_ref")).get("model")).get("path")
+    made = _mapping(_mapping(_mapping(config).get("trainfer")).get("warmup")).get("architecture")
     parts: list[object] = [trainer.get("project_name"), trainer.get("experiment_name")]
     name = " / ".join(part[:80] for part in parts if isinstance(part, str))
-    return name or folder.resolve().name, model[:200] if isinstance(model, str) else "unknown"
+    if isinstance(made, str):  # it is what trains, whatever else is named
+        model = f"tiny {made} made on the spot"
+    return name or folder.resolve().name, model[:200] if isinstance(model, str) else "unknown model"
 
 
 def _mapping(value: object) -> Json:

@@ -14,6 +14,7 @@ NEAR_MISSES = "critic/score/near_misses"
 DIFF_MAX = "mismatch/logp_abs_diff_max"
 BITWISE = "mismatch/bitwise_equal_fraction"
 FINGERPRINT = "weights/fingerprint_match"
+COMPARED = "mismatch/tokens"
 STEP_SECONDS = "timing_s/step"
 
 
@@ -36,16 +37,17 @@ class RunDigest:
     diff_max: float | None
     """Largest |Δlogp| of any token of any step; None where it was not measured."""
     bitwise_fraction: float | None
-    """Share of response tokens whose two log-probs are the same float."""
-    response_tokens: int
+    """Share of the compared tokens whose two log-probs are the same float."""
+    compared_tokens: int
+    """Response tokens whose two log-probs were compared."""
     proven_syncs: int
     """Steps whose weight fingerprints all agreed, of ``checked_syncs``."""
     checked_syncs: int
 
 
-def response_tokens(metrics: Mapping[str, float]) -> int:
-    """Sampled tokens of a step: mean response length times sequences; 0 where the step did not say."""
-    tokens = metrics.get("response_length/mean", 0.0) * num_sequences(metrics)
+def compared_tokens(metrics: Mapping[str, float]) -> int:
+    """Of one step; 0 where it did not say."""
+    tokens = metrics.get(COMPARED, 0.0)
     return round(tokens) if math.isfinite(tokens) else 0
 
 
@@ -68,7 +70,7 @@ def digest(steps: Iterable[tuple[int, Mapping[str, float]]]) -> RunDigest | None
             continue
         last_step, num_steps = step, num_steps + 1
         seconds += metrics.get(STEP_SECONDS, 0.0)
-        step_tokens = response_tokens(metrics)
+        step_tokens = compared_tokens(metrics)
         tokens += step_tokens
         near_misses += round(metrics.get(NEAR_MISSES, 0.0))
         responses += num_sequences(metrics)
@@ -94,7 +96,7 @@ def digest(steps: Iterable[tuple[int, Mapping[str, float]]]) -> RunDigest | None
         num_responses=responses,
         diff_max=_largest(diffs),
         bitwise_fraction=_weighted(bitwise),
-        response_tokens=tokens,
+        compared_tokens=tokens,
         proven_syncs=proven,
         checked_syncs=checked,
     )
