@@ -259,3 +259,38 @@ def test_every_byte_flip_in_a_shard_is_found_or_harmless(model, dump_folder: Pat
                 found += 1
         assert read >= count - 3
     assert found > 0
+
+
+class Careless(torch.nn.Module):
+    """Takes a mask that fits nothing, and does not look at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Embedding(100, 4)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids)
+
+
+def test_arguments_that_make_no_sense_cost_the_keys_and_not_the_program(dump_folder: Path):
+    model = Careless()
+    with (
+        pytest.warns(CaptureWarning, match="rows of a forward call could not be read"),
+        trainfer.capture(model, dump_folder, side="train"),
+    ):
+        model(input_ids=IDS, attention_mask=torch.ones(3, 2))
+    dump = Dump(dump_folder)
+    assert read_all(dump) == 5
+    assert dump.calls(0)[0].table == -1
+
+
+def test_rows_that_do_not_fit_the_call_cost_the_keys_and_not_the_program(model, dump_folder: Path):
+    def rows() -> trainfer.Rows:
+        return trainfer.Rows(token_ids=[1], sequence_lengths=[2])
+
+    with (
+        pytest.warns(CaptureWarning, match="sequence_lengths are at least 1"),
+        trainfer.capture(model, dump_folder, side="train", rows=rows),
+    ):
+        model(IDS)
+    assert not Dump(dump_folder).complete

@@ -19,10 +19,11 @@ from trainfer.check.probe.call import ForwardCall, SlotSubset
 from trainfer.check.probe.given import Rows
 from trainfer.check.probe.leaves import KeyValueCache
 from trainfer.check.probe.root import RootCall, cache_of_output, named_prefixes, packed_layout, read_root_call
-from trainfer.check.probe.rows import CacheHistory, RowTable, RowTracker, is_decode, rows_to_keep
+from trainfer.check.probe.rows import CacheHistory, CallInputs, RowTable, RowTracker, is_decode, rows_to_keep
 from trainfer.check.probe.settings import CaptureSettings
-from trainfer.check.probe.sink import TensorSink
+from trainfer.check.probe.sink import UNREADABLE, TensorSink
 from trainfer.check.probe.weights import WeightWatcher
+from trainfer.errors import CaptureError
 
 RowSource = Rows | Callable[[], Rows | None] | None
 """Rows of every call, or who is asked for them when a call starts."""
@@ -75,8 +76,7 @@ class CallBook:
 
     def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> ForwardCall:
         """A forward call of the root starts."""
-        root = read_root_call(module, args, kwargs)
-        table, history = self._rows_of(root, kwargs)
+        root, table, history = self._identify(module, args, kwargs)
         decode = is_decode(table)
         if not decode and self._weights.changed():
             self.weights_version += 1
@@ -157,6 +157,20 @@ class CallBook:
                 every=None,
             )
         return self._gradients
+
+    def _identify(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[RootCall, RowTable, CacheHistory | None]:
+        """Read the call and tell its rows apart; arguments that make no sense cost the keys, not the program."""
+        try:
+            root = read_root_call(module, args, kwargs)
+            table, history = self._rows_of(root, kwargs)
+        except (*UNREADABLE, CaptureError) as error:
+            self._sink.problem(f"the rows of a forward call could not be read: {error}", call=self.num_calls)
+            inputs = CallInputs(tokens_BT=None, batch=1, length=0)
+            root = RootCall(inputs=inputs, cache=None, kept_columns=None)
+            table, history = self._tracker.from_call(inputs, None)
+        return root, table, history
 
     def _rows_of(self, root: RootCall, kwargs: Mapping[str, object]) -> tuple[RowTable, CacheHistory | None]:
         rows = self.rows() if callable(self.rows) else self.rows

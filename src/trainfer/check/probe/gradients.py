@@ -31,9 +31,7 @@ class GradientHooks:
 
     def watch(self, call: ForwardCall, place: Place, tensor: Tensor, *, head: bool) -> None:
         """Record the tensor's gradient when it comes; through all its uses."""
-        if not tensor.requires_grad or (
-            tensor.is_leaf and tensor.grad_fn is None and isinstance(tensor, nn.Parameter)
-        ):
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
             return
         place = place._replace(role=GRADIENT_OF[place.role])
         known = self._places.get(id(tensor))
@@ -42,7 +40,12 @@ class GradientHooks:
             return
         places = [(place, head)]
         self._places[id(tensor)] = (weakref.ref(tensor), places)
-        tensor.register_hook(self._deliver(call, places))
+        try:
+            tensor.register_hook(self._deliver(call, places))
+        except RuntimeError as error:
+            self._sink.problem(
+                f"the gradient of {place.name} cannot be watched: {error}", module=place.module
+            )
 
     def end_call(self) -> None:
         """Forget the tensors of the call; their hooks stay with them."""

@@ -17,7 +17,7 @@ from trainfer.check.dump.records import Role, WeightRecord
 from trainfer.check.dump.tensors import DTYPE_NAMES
 from trainfer.check.dump.writer import DumpWriter
 from trainfer.check.probe.names import named_tensors
-from trainfer.check.probe.sink import TensorSink
+from trainfer.check.probe.sink import UNREADABLE, TensorSink
 from trainfer.exact.fingerprint import fingerprint, fingerprint_text, partial_fingerprint
 
 
@@ -58,7 +58,11 @@ class WeightWatcher:
         if dtype is None or tensor.is_meta:
             self._sink.problem(f"{name} ({tensor.dtype}) has no fingerprint", module=module)
             return
-        part, parts, text = _fingerprint(tensor.detach())
+        try:
+            part, parts, text = _fingerprint(tensor.detach())
+        except UNREADABLE as error:
+            self._sink.problem(f"{name} has no fingerprint: {error}", module=module)
+            return
         record = WeightRecord(
             name=name,
             module=module,
