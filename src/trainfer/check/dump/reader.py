@@ -5,6 +5,7 @@ Takes a folder; gives its records one by one and the bytes of each on demand, ve
 cannot be read is named in ``Dump.problems`` or by the error of the one record that it concerns.
 """
 
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,11 +200,14 @@ def _check_blob(file: BinaryIO, blob: Blob) -> None:
 
 def _read_blob(file: BinaryIO, blob: Blob) -> bytearray:
     _check_blob(file, blob)
-    file.seek(blob.offset)
-    data = file.read(blob.nbytes)
-    if len(data) != blob.nbytes:
-        raise DamagedRecordError(f"{blob.shard} became shorter while it was read")
-    return bytearray(data)
+    data = bytearray(blob.nbytes)
+    rest, offset = memoryview(data), blob.offset
+    while rest:
+        count = os.preadv(file.fileno(), [rest], offset)
+        if not count:
+            raise DamagedRecordError(f"{blob.shard} became shorter while it was read")
+        rest, offset = rest[count:], offset + count
+    return data
 
 
 def _refuse_foreign(start: bytes, shard: str) -> None:
