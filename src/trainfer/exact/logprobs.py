@@ -59,6 +59,12 @@ def row_sampling(
     )
 
 
+def filtered_rows(sampling: RowSampling) -> Tensor:
+    """Which rows are drawn from a part of the vocabulary, ``[S]`` bool."""
+    filters_S = (sampling.top_ks_S > 0) | (sampling.top_ps_S < 1.0) | (sampling.min_ps_S > 0)
+    return filters_S & (sampling.temperatures_S > 0)
+
+
 def log_distribution(logits_SV: Tensor, temperatures_S: Tensor) -> Tensor:
     """``log_softmax(logits / temperature)`` in float32, ``[S, V]``; temperature 0 counts as 1."""
     temperatures_S = torch.where(temperatures_S > 0, temperatures_S, 1.0).to(torch.float32)
@@ -76,7 +82,11 @@ def token_logprobs(logits_SV: Tensor, targets_S: Tensor, temperatures_S: Tensor)
 
 def entropies(logits_SV: Tensor, temperatures_S: Tensor) -> Tensor:
     """Entropy in nats of each row's distribution under its temperature, ``[S]`` float32."""
-    logprobs_SV = log_distribution(logits_SV, temperatures_S)
+    return row_entropies(log_distribution(logits_SV, temperatures_S))
+
+
+def row_entropies(logprobs_SV: Tensor) -> Tensor:
+    """Entropy in nats of each row of a log-softmax, ``[S]``."""
     return -(logprobs_SV.exp() * logprobs_SV).sum(dim=-1)
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trainfer.exact import gpu
 from trainfer.exact.attention import AttentionPlan
 from trainfer.exact.layout import RowLayout, lay_out
 from trainfer.exact.plan import PackedPlan, plan_layout
@@ -140,12 +141,17 @@ def _assemble(
     return PackedBatch(
         input_ids=torch.tensor([ids], dtype=torch.int64, device=device),
         position_ids=torch.tensor([positions], dtype=torch.int64, device=device),
-        plan=plan_layout(layout, device=device, row_multiple=row_multiple),
+        plan=_plan(layout, device, row_multiple),
         scored_rows=torch.tensor(rows + surplus, dtype=torch.int64, device=device),
         targets_S=torch.tensor(targets, dtype=torch.int64, device=device),
         sequence_lengths=tuple(sequence.length for sequence in layout.sequences),
         response_lengths=tuple(len(wanted) for wanted in scored),
     )
+
+
+def _plan(layout: RowLayout, device: torch.device | str, row_multiple: int) -> AttentionPlan:
+    make = gpu.plan if torch.device(device).type == "cuda" else plan_layout
+    return make(layout, device=device, row_multiple=row_multiple)
 
 
 def forward_logits(model: CausalModel, batch: PackedBatch) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trainfer.engines.builtin.cpu_program import Decoder
 from trainfer.engines.builtin.decode import DecodeSlots
 from trainfer.engines.builtin.kv_cache import PagedCache, PrefillPlan
 from trainfer.engines.builtin.sampler import draw, uniforms
@@ -32,8 +33,10 @@ class GenerateCall:
         cache: PagedCache,
         requests: Sequence[GenerationRequest],
         max_num_seqs: int,
+        decoder: Decoder,
     ) -> None:
         self._model = model
+        self._decoder = decoder
         self._device = device
         self._cache = cache
         self._requests = requests
@@ -43,6 +46,8 @@ class GenerateCall:
         self._uniforms = [uniforms(r.seed, r.sampling.max_new_tokens) for r in requests]
         self._stops = [frozenset(request.sampling.stop_token_ids) for request in requests]
         self._tokens: list[list[int]] = [[] for _ in requests]
+        self.num_sampled = 0
+        """Tokens of all sequences so far."""
         self._logprobs: list[list[float]] = [[] for _ in requests]
 
     def prefill(self, step: PrefillStep) -> list[Tracked]:
@@ -62,14 +67,8 @@ class GenerateCall:
         if step.copies:
             self._cache.copy_blocks(step.copies)
         rows = self._slots.rows(step.sequences)
-        output = self._model(
-            input_ids=rows.input_ids,
-            position_ids=rows.position_ids,
-            use_cache=False,
-            logits_to_keep=0,
-            attention_plan=rows.plan,
-        )
-        return self._draw(output.logits[0, : len(rows.slots)], rows.slots)
+        logits_BV = self._decoder.logits(rows.input_ids_B, rows.plan)
+        return self._draw(logits_BV[: len(rows.slots)], rows.slots)
 
     def completion(self, index: int, weights_version: int) -> Completion:
         """What was sampled for a request."""
@@ -112,16 +111,21 @@ class GenerateCall:
         finished: list[Tracked] = []
         pairs = zip(sequences, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), strict=True)
         for sequence, token, logprob in pairs:
-            index = sequence.index
-            if not math.isfinite(logprob):
-                raise EngineError(
-                    f"request {self._requests[index].request_id!r}: the model's logits are not finite at response token "
-                    f"{len(sequence.sampled_ids)}; check the weights (a diverged update?) and the dtype"
-                )
-            sequence.sampled_ids.append(token)
-            self._tokens[index].append(token)
-            self._logprobs[index].append(logprob)
-            is_full = len(sequence.sampled_ids) == self._requests[index].sampling.max_new_tokens
-            if is_full or token in self._stops[index]:
+            if self._append(sequence, token, logprob):
                 finished.append(sequence)
         return finished
+
+    def _append(self, sequence: Tracked, token: int, logprob: float) -> bool:
+        """Take a drawn token; True when it is the sequence's last."""
+        index = sequence.index
+        if not math.isfinite(logprob):
+            raise EngineError(
+                f"request {self._requests[index].request_id!r}: the model's logits are not finite at response token "
+                f"{len(sequence.sampled_ids)}; check the weights (a diverged update?) and the dtype"
+            )
+        sequence.sampled_ids.append(token)
+        self._tokens[index].append(token)
+        self._logprobs[index].append(logprob)
+        self.num_sampled += 1
+        is_full = len(sequence.sampled_ids) == self._requests[index].sampling.max_new_tokens
+        return is_full or token in self._stops[index]

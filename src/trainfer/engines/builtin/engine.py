@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfer.engines.builtin.call import GenerateCall
+from trainfer.engines.builtin.cpu_program import Decoder
 from trainfer.engines.builtin.kv_cache import PagedCache
 from trainfer.engines.builtin.scheduler import PrefillStep, Scheduler
 from trainfer.engines.limits import EngineLimits
@@ -62,6 +63,9 @@ class BuiltinEngine:
         self._weights_version = weights_version
         self._is_complete = True
         self._cache: PagedCache | None = None
+        self._decoder = Decoder(model, self._max_positions)
+        self._lookahead = 1
+        """Tokens that a decode step draws for each sequence before the host looks at them."""
         self.num_preemptions = 0
         """Of the last call."""
 
@@ -80,6 +84,7 @@ class BuiltinEngine:
         self._is_complete = False
         self._cache = None
         copy_weights(self._model, named_tensors)
+        self._decoder.weights_changed()
         self._is_complete = True
         self._weights_version = version
 
@@ -119,10 +124,15 @@ class BuiltinEngine:
         self, requests: Sequence[GenerationRequest], on_tokens: Callable[[int], None] | None
     ) -> list[Completion]:
         num_blocks = self._num_blocks(requests)
-        if self._cache is None or self._cache.num_blocks < num_blocks:
-            self._cache = PagedCache(num_blocks, self._limits.block_size)
-        scheduler = Scheduler([request.prompt_ids for request in requests], self._limits, num_blocks)
-        call = GenerateCall(self._model, self._device, self._cache, requests, self._limits.max_num_seqs)
+        call = self._start(requests, num_blocks)
+        scheduler = Scheduler(
+            [request.prompt_ids for request in requests],
+            self._limits,
+            num_blocks,
+            max_new_tokens=[request.sampling.max_new_tokens for request in requests],
+            lookahead=self._lookahead,
+        )
+        num_sampled = 0
         while not scheduler.is_done:
             step = scheduler.next_step()
             finished = call.prefill(step) if isinstance(step, PrefillStep) else call.decode(step)
@@ -130,9 +140,18 @@ class BuiltinEngine:
                 scheduler.finish(sequence)
             call.forget_passes(scheduler.live_keys)
             if on_tokens is not None:
-                on_tokens(len(step.sequences))
+                on_tokens(call.num_sampled - num_sampled)
+            num_sampled = call.num_sampled
         self.num_preemptions = scheduler.num_preemptions
         return [call.completion(index, self._weights_version) for index in range(len(requests))]
+
+    def _start(self, requests: Sequence[GenerationRequest], num_blocks: int) -> GenerateCall:
+        """Tensors of a call, with a cache of at least ``num_blocks``."""
+        if self._cache is None or self._cache.num_blocks < num_blocks:
+            self._cache = PagedCache(num_blocks, self._limits.block_size)
+        return GenerateCall(
+            self._model, self._device, self._cache, requests, self._limits.max_num_seqs, self._decoder
+        )
 
     def _cache_tokens(self) -> int | None:
         """The limit in whole blocks."""

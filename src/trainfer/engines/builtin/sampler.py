@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainfer.exact.logprobs import RowSampling, kept_tokens, log_distribution, renormalise
+from trainfer.exact import gpu
+from trainfer.exact.logprobs import RowSampling, filtered_rows, kept_tokens, log_distribution, renormalise
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -71,7 +72,13 @@ def draw(logits_BV: Tensor, uniforms_B: Tensor, sampling: RowSampling) -> Draw:
     if sampling.greedy:
         is_greedy_B1 = (sampling.temperatures_S <= 0)[:, None]
         tokens_B1 = torch.where(is_greedy_B1, logits_BV.argmax(dim=-1, keepdim=True), tokens_B1)
-    return Draw(tokens_B=tokens_B1[:, 0], logprobs_B=logprobs_BV.gather(1, tokens_B1)[:, 0])
+    logprobs_B = logprobs_BV.gather(1, tokens_B1)[:, 0]
+    if gpu.computes(logits_BV):  # by the trainer's kernel, whose sums run in another order
+        plain_B = gpu.row_scores(logits_BV, tokens_B1[:, 0], sampling.temperatures_S).logprobs_S
+        logprobs_B = (
+            torch.where(filtered_rows(sampling), logprobs_B, plain_B) if sampling.filters else plain_B
+        )
+    return Draw(tokens_B=tokens_B1[:, 0], logprobs_B=logprobs_B)
 
 
 def _invert(logprobs_BV: Tensor, uniforms_B: Tensor) -> Tensor:

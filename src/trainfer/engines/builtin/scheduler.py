@@ -24,6 +24,8 @@ class Tracked:
     index: int
     """Place of its request in the call."""
     prompt_ids: tuple[int, ...]
+    max_new_tokens: int | None = None
+    """Blocks ahead of the last token are taken for no more than these; None where none are taken ahead."""
     sampled_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
 
@@ -76,10 +78,33 @@ class _Prefix:
 class Scheduler:
     """State of one ``generate`` call."""
 
-    def __init__(self, prompts: Sequence[tuple[int, ...]], limits: EngineLimits, num_blocks: int) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        limits: EngineLimits,
+        num_blocks: int,
+        *,
+        max_new_tokens: Sequence[int] | None = None,
+        lookahead: int = 1,
+    ) -> None:
+        """Start with every sequence waiting.
+
+        Args:
+            prompts: Token ids of each.
+            limits: See ``EngineLimits``.
+            num_blocks: Of the cache.
+            max_new_tokens: Of each sequence; wanted where ``lookahead`` is above 1.
+            lookahead: Tokens that a decode step may draw for each sequence; their blocks are taken before it.
+        """
+        assert lookahead == 1 or max_new_tokens is not None
         self._limits = limits
+        self._lookahead = lookahead
         self._pool = BlockPool(num_blocks)
-        self._waiting = deque(Tracked(index=index, prompt_ids=ids) for index, ids in enumerate(prompts))
+        ends = max_new_tokens if max_new_tokens is not None else [None] * len(prompts)
+        self._waiting = deque(
+            Tracked(index=index, prompt_ids=ids, max_new_tokens=end)
+            for index, (ids, end) in enumerate(zip(prompts, ends, strict=True))
+        )
         self._running: list[Tracked] = []
         self._prefixes: dict[tuple[int, ...], _Prefix] = {}
         self._unstarted = Counter(prompts)
@@ -172,8 +197,20 @@ class Scheduler:
         return DecodeStep(sequences=tuple(self._running), copies=tuple(copies))
 
     def _make_writable(self, sequence: Tracked, copies: list[tuple[int, int]]) -> bool:
-        """See that the sequence alone holds the block of its last token; False when it was preempted itself."""
-        place = (sequence.length - 1) // self._limits.block_size
+        """See that the sequence alone holds the blocks of its last token and of those that the step draws after it.
+
+        False when it was preempted itself.
+        """
+        first = last = sequence.length - 1
+        if sequence.max_new_tokens is not None:  # the last token that it may draw is never fed
+            end = len(sequence.prompt_ids) + sequence.max_new_tokens - 2
+            last = max(first, min(first + self._lookahead - 1, end))
+        size = self._limits.block_size
+        return all(
+            self._hold_alone(sequence, place, copies) for place in range(first // size, last // size + 1)
+        )
+
+    def _hold_alone(self, sequence: Tracked, place: int, copies: list[tuple[int, int]]) -> bool:
         while True:
             is_new = place == len(sequence.blocks)
             if not is_new and not self._pool.is_shared(sequence.blocks[place]):

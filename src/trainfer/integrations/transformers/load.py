@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from trainfer.errors import ModelError
 from trainfer.exact.attention import ATTENTION_NAME
 from trainfer.exact.linear import route_linears
+from trainfer.exact.norm import route_norms
 from trainfer.integrations.transformers.register import register_attention
 from trainfer.integrations.transformers.tiny import byte_tokenizer, tiny_model
 
@@ -90,6 +91,7 @@ def load_model(
     nn.Module.to(model, device)
     if attention == ATTENTION_NAME:
         route_linears(model)
+        route_norms(model)
     return model.eval()
 
 

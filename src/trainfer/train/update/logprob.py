@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainfer.exact.logprobs import filtered_logprobs, log_distribution, row_sampling
+from trainfer.exact.logprobs import filtered_logprobs, filtered_rows, row_sampling
 from trainfer.exact.packed import ROW_MULTIPLE, CausalModel, forward_logits, pack
+from trainfer.exact.scores import forward_scores, scores_of_logits
 from trainfer.exact.ulysses import SequenceShard, slice_rows, whole_rows
 from trainfer.plan.packing import micro_batches, micro_batches_of_groups
 from trainfer.types import SampledSequence, TokenScores
@@ -36,16 +37,6 @@ class ForwardLimit:
         return micro_batches_of_groups(
             lengths, [tuple(ids) for ids in prompts], max_sequences=self.sequences, max_tokens=self.tokens
         )
-
-
-def row_entropies(logprobs_SV: Tensor) -> Tensor:
-    """Entropy in nats of each row of a log-softmax, ``[S]``."""
-    return -(logprobs_SV.exp() * logprobs_SV).sum(dim=-1)
-
-
-def pick(logprobs_SV: Tensor, targets_S: Tensor) -> Tensor:
-    """The log-prob of each row's target, ``[S]``."""
-    return logprobs_SV.gather(1, targets_S[:, None])[:, 0]
 
 
 def rows_by_sequence(values: Sequence[float], lengths: Sequence[int]) -> list[tuple[float, ...]]:
@@ -117,13 +108,16 @@ def _score_micro_batch(
 
     lengths = batch.response_lengths
     sampling = row_sampling([sequence.sampling for sequence in sequences], lengths, device=device)
-    logits_SV = forward_logits(model, batch)
-    logprobs_SV = log_distribution(logits_SV, sampling.temperatures_S)
-    logprobs = by_sequence(pick(logprobs_SV, batch.targets_S))
-    entropies = by_sequence(row_entropies(logprobs_SV))
+    logits_SV = forward_logits(model, batch) if sampling.filters else None
+    if logits_SV is None:
+        logprobs_S, entropies_S = forward_scores(model, batch, sampling.temperatures_S)
+    else:
+        logprobs_S, entropies_S = scores_of_logits(logits_SV, batch.targets_S, sampling.temperatures_S)
+    logprobs, entropies = by_sequence(logprobs_S), by_sequence(entropies_S)
     sampled = logprobs
-    if sampling.filters:
-        sampled = by_sequence(filtered_logprobs(logits_SV, batch.targets_S, sampling))
+    if logits_SV is not None:
+        filtered_S = filtered_logprobs(logits_SV, batch.targets_S, sampling)
+        sampled = by_sequence(torch.where(filtered_rows(sampling), filtered_S, logprobs_S))
     return [
         TokenScores(logprobs=plain, sampled_logprobs=filtered, entropies=entropy)
         for plain, filtered, entropy in zip(logprobs, sampled, entropies, strict=True)

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainfer.exact.logprobs import log_distribution
-from trainfer.exact.packed import CausalModel, forward_logits
+from trainfer.exact.packed import CausalModel
+from trainfer.exact.scores import forward_scores
 from trainfer.exact.ulysses import SequenceShard, whole_rows
 from trainfer.train.update.aggregate import LossAggregation, token_weight
 from trainfer.train.update.batch import NOTHING_TO_LEARN, MicroBatch, MiniBatch, micro_batch
-from trainfer.train.update.logprob import ForwardLimit, pick, row_entropies, rows_by_sequence
+from trainfer.train.update.logprob import ForwardLimit, rows_by_sequence
 from trainfer.train.update.loss import LossInputs, LossOutputs, LossSettings, grpo_loss
 from trainfer.train.update.master import TrainableWeights
 from trainfer.train.update.schedule import LearningRate
@@ -189,11 +189,12 @@ class Trainer:
     def _loss(self, batch: MicroBatch) -> tuple[LossOutputs, Tensor, Tensor]:
         """The loss with its graph; log-probs and entropies detached."""
         model: CausalModel = self.weights.compute
-        logits_SV = forward_logits(model, batch.packed)
-        logprobs_SV = log_distribution(logits_SV, batch.temperatures_S)
-        logprobs_S = pick(logprobs_SV, batch.packed.targets_S)
-        with torch.set_grad_enabled(self.settings.loss.entropy_coeff != 0.0):
-            entropies_S = row_entropies(logprobs_SV)
+        logprobs_S, entropies_S = forward_scores(
+            model,
+            batch.packed,
+            batch.temperatures_S,
+            entropy_gradient=self.settings.loss.entropy_coeff != 0.0,
+        )
         old_S = batch.old_logprobs_S
         inputs = LossInputs(
             logprobs_S=logprobs_S,

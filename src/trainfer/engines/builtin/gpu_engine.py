@@ -1,0 +1,168 @@
+"""The builtin engine on a CUDA device, half precision: prefill by the module, decode by graphs over a paged cache.
+
+Takes and gives what ``builtin.engine`` does, whose scheduling, prefill and sampling it shares. Different are: pages of
+at least ``gpu_attention.KEY_BLOCK`` tokens, decode in bursts of ``gpu_graphs.BURST`` steps without the host (tokens that
+a sequence draws after its stop token within a burst are thrown away), and that cache and graphs outlive a
+``load_weights``, which writes in place.
+
+Axes: B slots, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from trainfer.engines.builtin.call import GenerateCall
+from trainfer.engines.builtin.cpu_program import Decoder
+from trainfer.engines.builtin.engine import BuiltinEngine
+from trainfer.engines.builtin.gpu_graphs import BURST, Burst, DecodeGraphs, SlotTensors, bucket_of
+from trainfer.engines.builtin.gpu_program import Program, SlotState, make_program
+from trainfer.engines.builtin.kv_cache import PagedCache
+from trainfer.engines.builtin.scheduler import DecodeStep, Tracked
+from trainfer.engines.limits import EngineLimits
+from trainfer.exact.attention import round_up
+from trainfer.exact.gpu_attention import KEY_BLOCK
+from trainfer.exact.logprobs import row_sampling
+from trainfer.exact.packed import CausalModel
+from trainfer.types import GenerationRequest
+
+_SPARE = 1.25
+"""A cache that must grow grows by this factor, since a new one costs new graphs."""
+
+_TRIAL_SLOTS = 8
+
+
+class GpuCall(GenerateCall):
+    """As ``GenerateCall``, with decode in bursts."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        device: torch.device,
+        cache: PagedCache,
+        requests: Sequence[GenerationRequest],
+        max_num_seqs: int,
+        decoder: Decoder,
+        graphs: DecodeGraphs,
+    ) -> None:
+        super().__init__(model, device, cache, requests, max_num_seqs, decoder)
+        self._graphs = graphs
+
+    def decode(self, step: DecodeStep) -> list[Tracked]:
+        """Draw up to ``BURST`` tokens for each sequence."""
+        if step.copies:
+            self._cache.copy_blocks(step.copies)
+        sequences = step.sequences
+        limits = [self._requests[sequence.index].sampling.max_new_tokens for sequence in sequences]
+        left = max(limit - len(s.sampled_ids) for limit, s in zip(limits, sequences, strict=True))
+        tokens, logprobs = self._graphs.run(self._burst(sequences, min(BURST, left)))
+        finished: list[Tracked] = []
+        for column, sequence in enumerate(sequences):
+            for row_tokens, row_logprobs in zip(tokens, logprobs, strict=True):
+                if self._append(sequence, row_tokens[column], row_logprobs[column]):
+                    finished.append(sequence)
+                    break
+        return finished
+
+    def _burst(self, sequences: Sequence[Tracked], steps: int) -> Burst:
+        uniforms = numpy.zeros((steps, len(sequences)))
+        for column, sequence in enumerate(sequences):
+            start = len(sequence.sampled_ids)
+            numbers = self._uniforms[sequence.index][start : start + steps]
+            uniforms[: len(numbers), column] = numbers
+        params = [self._requests[sequence.index].sampling for sequence in sequences]
+        return Burst(
+            input_ids=[sequence.last_token for sequence in sequences],
+            positions=[sequence.length - 1 for sequence in sequences],
+            blocks=[sequence.blocks for sequence in sequences],
+            uniforms=uniforms,
+            sampling=row_sampling(params, [1] * len(params), device="cpu"),
+        )
+
+
+class GpuEngine(BuiltinEngine):
+    """See the module docstring."""
+
+    def __init__(self, model: nn.Module, *, limits: EngineLimits, weights_version: int = 0) -> None:
+        limits = dataclasses.replace(limits, block_size=round_up(limits.block_size, KEY_BLOCK))
+        super().__init__(model, limits=limits, weights_version=weights_version)
+        self._lookahead = BURST
+        self._program: Program | None = None
+        self._tensors: SlotTensors | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Replace all weights in place; the cache's memory and the graphs stay, its contents are never read again.
+
+        Raises:
+            WeightSyncError: see ``BuiltinEngine.load_weights``.
+        """
+        cache = self._cache
+        super().load_weights(named_tensors, version=version)
+        self._cache = cache
+
+    def close(self) -> None:
+        """Free cache and graphs."""
+        super().close()
+        self._graphs = None
+
+    @property
+    def program(self) -> Program | None:
+        """The decode forward, once a call has been made."""
+        return self._program
+
+    def _start(self, requests: Sequence[GenerationRequest], num_blocks: int) -> GenerateCall:
+        slots = bucket_of(min(self._limits.max_num_seqs, len(requests)))
+        if self._cache is None or self._cache.num_blocks < num_blocks:
+            self._graphs = None
+            grown = num_blocks if self._cache is None else int(num_blocks * _SPARE)
+            self._cache = PagedCache(grown, self._limits.block_size)
+        pages = -(-(self._max_positions + BURST) // self._limits.block_size)
+        if self._tensors is None or self._tensors.slots < slots:
+            self._tensors = SlotTensors(slots, pages, self._device)
+            self._graphs = None
+        if self._graphs is None:
+            if self._program is None:
+                self._program = make_program(
+                    self._model,
+                    pages * self._limits.block_size,
+                    functools.partial(
+                        self._trial_logits, PagedCache(2 * _TRIAL_SLOTS, self._limits.block_size)
+                    ),
+                )
+            self._graphs = DecodeGraphs(self._program, self._cache, self._tensors)
+        return GpuCall(
+            self._model,
+            self._device,
+            self._cache,
+            requests,
+            self._limits.max_num_seqs,
+            self._decoder,
+            self._graphs,
+        )
+
+    def _trial_logits(self, cache: PagedCache, program: Program) -> Tensor:
+        """Logits of a few decode steps of some slots, some of them across a page's end."""
+        size = self._limits.block_size
+        starts = [0, 1, 7, 30, size - 2, size - 1, size, size + 30]
+        generator = torch.Generator().manual_seed(0)
+        steps = 4
+        assert len(starts) == _TRIAL_SLOTS
+        ids = torch.randint(self._vocab_size, (steps, len(starts)), generator=generator).to(self._device)
+        state = SlotState(
+            input_ids_B=ids[0].clone(),
+            positions_B=torch.tensor(starts, device=self._device).clamp(
+                max=max(0, self._max_positions - steps)
+            ),
+            table=torch.arange(1, 2 * _TRIAL_SLOTS + 1, dtype=torch.int32, device=self._device).view(-1, 2),
+        )
+        logits: list[Tensor] = []
+        for step in range(steps):
+            state.input_ids_B.copy_(ids[step])
+            logits.append(program.logits(state, cache).clone())
+            state.positions_B.add_(1)
+        return torch.stack(logits)
