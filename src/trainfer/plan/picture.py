@@ -38,7 +38,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     if d.padding_sequences:
         yield f"  │  + {number(d.padding_sequences)} synthetic sequences (padding)"
-    yield f"  │  / {number(d.data_parallel_size)} data-parallel ranks  ({_gpus(d)})"
+    yield f"  │  / {_many(d.data_parallel_size, 'data-parallel ranks')}  ({_gpus(d)})"
     yield "  ▼"
     yield _beside(
         f"{number(d.sequences_per_rank)} sequences a rank",
@@ -74,5 +74,5 @@ def _ratio(total: Number, part: Number) -> str:
 def _gpus(d: Derived) -> str:
     if isinstance(d.num_gpus, int) and isinstance(d.data_parallel_size, int) and d.data_parallel_size:
         share = d.num_gpus // d.data_parallel_size
-        return f"{d.num_gpus} GPUs" if share == 1 else f"{d.num_gpus} GPUs / {share} that share sequences"
-    return f"{number(d.num_gpus)} GPUs"
+        return _many(d.num_gpus, "GPUs") + ("" if share == 1 else f" / {share} that share sequences")
+    return _many(d.num_gpus, "GPUs")

@@ -8,6 +8,7 @@ hold the longest sequence.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from trainfer.plan import keys
 from trainfer.plan.asked import Asked, NotKnown
@@ -21,6 +22,7 @@ from trainfer.plan.numbers_trainfer import (
     uses_ref,
 )
 from trainfer.plan.records import Problem
+from trainfer.plan.verl_worker_checks import heads_split, shard_groups_are_whole
 
 
 def _error(code: str, *names: str, message: str) -> Problem:
@@ -130,6 +132,12 @@ def _budgets_hold_the_longest(asked: Asked) -> Iterator[Problem]:
             )
 
 
+def _shared_with_verl(asked: Asked) -> Iterator[Problem]:
+    """Shard groups and attention heads, in our own words only."""
+    for problem in (*shard_groups_are_whole(asked), *heads_split(asked)):
+        yield replace(problem, when="config", upstream_message=None)
+
+
 RULES: tuple[Callable[[Asked], Iterator[Problem]], ...] = (
     _whole_mini_batches,
     _equal_ranks,
@@ -137,6 +145,7 @@ RULES: tuple[Callable[[Asked], Iterator[Problem]], ...] = (
     _engine_can_be_split,
     _a_limit_each,
     _budgets_hold_the_longest,
+    _shared_with_verl,
 )
 
 

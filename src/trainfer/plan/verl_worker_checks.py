@@ -48,7 +48,8 @@ def _world_holds_whole_sequence_groups(asked: Asked) -> Iterator[Problem]:
         )
 
 
-def _shard_groups_are_whole(asked: Asked) -> Iterator[Problem]:
+def shard_groups_are_whole(asked: Asked) -> Iterator[Problem]:
+    """``fsdp_size`` divides the world, or is the whole of it."""
     world, size = gpus(asked), asked.whole(keys.FSDP_SIZE, -1)
     if is_megatron(asked) or size < 0 or size >= world:
         return
@@ -63,7 +64,8 @@ def _shard_groups_are_whole(asked: Asked) -> Iterator[Problem]:
         )
 
 
-def _heads_split(asked: Asked) -> Iterator[Problem]:
+def heads_split(asked: Asked) -> Iterator[Problem]:
+    """The model's heads against the sequence-parallel size, where they are known."""
     size, heads, kv_heads = sequence_parallel(asked), asked.attention_heads, asked.key_value_heads
     if size == 1 or heads is None:
         return
@@ -144,8 +146,8 @@ def _megatron_is_only_counted(asked: Asked) -> Iterator[Problem]:
 SHARED_WORKER_RULES: tuple[Rule, ...] = (
     _world_holds_whole_engines,
     _world_holds_whole_sequence_groups,
-    _shard_groups_are_whole,
-    _heads_split,
+    shard_groups_are_whole,
+    heads_split,
     _dynamic_ignores_sizes,
     _deprecated_global_sizes,
     _megatron_is_only_counted,

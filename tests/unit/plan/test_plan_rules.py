@@ -230,3 +230,14 @@ def test_huge_numbers_are_answered_soon(rules, huge, key):
     json.dumps(plan_document(result), allow_nan=False, default=str)
     show(result, title="huge", console=Console(file=io.StringIO(), width=120))
     assert time.process_time() - began < 1.0
+
+
+def test_trainfer_checks_shard_groups_and_heads_in_its_own_words():
+    sizes = {"T": 64, "n": 8, "G": 8, "M": 32, "m": 8}
+    result = plan("trainfer", **sizes, fsdp=3)
+    assert codes(result) == ["gpus_not_divisible_by_fsdp_size"]
+    assert result.problems[0].upstream_message is None
+    heads = analyse(
+        question(overrides_of(**sizes, SP=4), model=ModelShape(heads=14, key_value_heads=2)), "trainfer"
+    )
+    assert codes(heads) == ["attention_heads_not_divisible_by_sequence_parallel"]

@@ -49,7 +49,7 @@ def planned(rules, sizes):
 
 
 @given(RULES, SIZES)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=70)
 def test_every_suggestion_is_legal_when_applied_and_touches_no_gpus(rules, sizes):
     bad, sizes = planned(rules, sizes)
     seen = set()
@@ -66,7 +66,7 @@ def test_every_suggestion_is_legal_when_applied_and_touches_no_gpus(rules, sizes
 
 
 @given(RULES, SIZES)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=70)
 def test_the_numbers_add_up_and_nothing_is_lost(rules, sizes):
     result, _ = planned(rules, sizes)
     d = result.derived
