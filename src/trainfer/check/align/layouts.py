@@ -78,4 +78,5 @@ def _side_by_side(shards: Sequence[Source]) -> Source:
     parts = first.columns * len(shards) if first.columns else ()
     if not parts and any(row_width(record) != first.width for record in records):
         parts = tuple(((0, row_width(record)),) for record in records)
-    return replace(first, records=records, op=Op.CONCAT, columns=parts)
+    ranks = tuple(shard.rank for shard in shards for _ in shard.records)
+    return replace(first, records=records, ranks=ranks, op=Op.CONCAT, columns=parts)

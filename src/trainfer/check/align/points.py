@@ -70,6 +70,8 @@ class Source:
     """Slots of the call; rows of a tensor that the batch shares are repeated up to this."""
     records: tuple[TensorRecord, ...]
     op: Op = Op.SINGLE
+    ranks: tuple[int, ...] = ()
+    """Rank of each record where they come from several; empty: all of ``rank``."""
     columns: tuple[Columns, ...] = ()
     """Columns that are taken of each record before ``op``; empty: all."""
 

@@ -37,7 +37,7 @@ def recorded_sequences(side: Side) -> tuple[SequenceRecord, ...]:
 
 
 def join_sequences(rollout: Sequence[SequenceRecord], train: Sequence[SequenceRecord]) -> SequenceJoin:
-    """Equal token ids first, in order; a train sequence recorded again (another pass) joins the same rollout one."""
+    """Equal token ids first, in order; recorded again (another pass, another rank) it joins the same one."""
     waiting: dict[tuple[int, ...], deque[int]] = defaultdict(deque)
     for index, record in enumerate(rollout):
         waiting[record.tokens].append(index)
@@ -53,7 +53,8 @@ def join_sequences(rollout: Sequence[SequenceRecord], train: Sequence[SequenceRe
         else:
             free_train.append(index)
     taken = {pair.rollout for pair in pairs}
-    free_rollout = [index for index in range(len(rollout)) if index not in taken]
+    met = {rollout[pair.rollout].tokens for pair in pairs}
+    free_rollout = [i for i, record in enumerate(rollout) if i not in taken and record.tokens not in met]
     by_index = _by_index(free_rollout, free_train)
     pairs += [SequencePair(rollout=a, train=b, equal=False) for a, b in by_index]
     return SequenceJoin(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainfer.check.align.adapters import PointPair
 from trainfer.check.align.layouts import gather_shards
-from trainfer.check.align.points import Op, Source
+from trainfer.check.align.points import Op, Point, Source
 from trainfer.check.align.rows import Slots, TableId
 from trainfer.check.compare.metrics import compare_rows
 from trainfer.check.compare.records import JoinedRows, Metrics, PointResult, Status
@@ -52,6 +52,7 @@ class PairComparer:
     def __init__(self, rollout: ReadableSide, train: ReadableSide, plans: RowPlans) -> None:
         self._sides = {"rollout": rollout, "train": train}
         self._plans = plans
+        self._gathered: dict[Point, PointPair] = {}
 
     def compare(self, pairs: Sequence[PointPair]) -> list[PointResult]:
         """All pairs, in their order."""
@@ -62,16 +63,19 @@ class PairComparer:
         outcomes = self._map(firsts)
         results: list[PointResult | None] = [None] * len(pairs)
         for numbers, (pair, outcome) in zip(groups.values(), outcomes, strict=True):
+            first = pairs[numbers[0]]
             for number in numbers:
-                results[number] = _result(
-                    replace(pairs[number], rollout=pair.rollout, train=pair.train), outcome
-                )
+                how = pairs[number].how if pair.how == first.how else pair.how
+                whole = replace(pairs[number], rollout=pair.rollout, train=pair.train, how=how)
+                self._gathered[whole.point] = whole
+                results[number] = _result(whole, outcome)
         return [result for result in results if result is not None]
 
     def repeated(self, side: str, pairs: Sequence[PointPair]) -> list[PointResult]:
-        """Rows that one side computed more than once, against their first time."""
+        """Rows that one side computed more than once, against their first time; shards as ``compare`` put them."""
         results: list[PointResult] = []
-        for pair in pairs:
+        for joined in pairs:
+            pair = self._gathered.get(joined.point, joined)
             sources = pair.rollout if side == "rollout" else pair.train
             tables = self._plans.tables(side, sources)
             if tables is None or sources[0].first.task is Task.STATISTICS:
@@ -282,6 +286,7 @@ def _sources_key(sources: Sequence[Source]) -> tuple[object, ...]:
     return tuple(
         (
             source.rank,
+            source.ranks,
             source.table,
             source.op,
             source.columns,

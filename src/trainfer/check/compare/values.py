@@ -9,7 +9,7 @@ from torch import Tensor
 from trainfer.check.align.points import Columns, Op, Source
 from trainfer.check.compare.source import ReadableSide
 from trainfer.check.dump.reader import DamagedRecordError
-from trainfer.check.dump.records import SKETCH_WIDTH, Task, TensorRecord
+from trainfer.check.dump.records import SKETCH_WIDTH, Task
 from trainfer.check.dump.tensors import rows_first
 
 
@@ -20,8 +20,8 @@ def source_rows(side: ReadableSide, source: Source) -> Tensor:
         DamagedRecordError: a record's bytes are not whole, or its shape is not what its rows need.
     """
     parts: list[Tensor] = []
-    for place, record in enumerate(source.records):
-        rows = _record_rows(side, source, record)
+    for place in range(len(source.records)):
+        rows = _record_rows(side, source, place)
         if source.columns:
             rows = take_columns(rows, source.columns[place])
         parts.append(rows)
@@ -36,8 +36,9 @@ def source_rows(side: ReadableSide, source: Source) -> Tensor:
             return _rotate(*parts)
 
 
-def _record_rows(side: ReadableSide, source: Source, record: TensorRecord) -> Tensor:
-    tensor = side.load(source.rank, record)
+def _record_rows(side: ReadableSide, source: Source, place: int) -> Tensor:
+    record = source.records[place]
+    tensor = side.load(source.ranks[place] if source.ranks else source.rank, record)
     if record.task is Task.SKETCH:
         return tensor[:, :SKETCH_WIDTH]
     if record.row_dims:

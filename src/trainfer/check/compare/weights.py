@@ -93,7 +93,7 @@ class _Pairing:
         if (a.tied_to is None) != (b.tied_to is None) and a.fingerprint != b.fingerprint:
             self._add(a, "tie")
         elif not a.fingerprint or not b.fingerprint:
-            self.notes.append(f"shards of {a.name} are missing")
+            self.notes.append(f"{a.name} has no fingerprint of the whole: not proven equal")
         elif a.dtype != b.dtype:
             self._unlike_dtypes(a, b)
         elif a.fingerprint != b.fingerprint:

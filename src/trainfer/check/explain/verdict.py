@@ -58,6 +58,12 @@ def _verdict(comparison: Comparison, first: FirstDivergence | None) -> tuple[Ver
             Verdict.INCOMPARABLE,
             f"what could be read agrees, but the dumps are not whole: {incomplete[0]}",
         )
+    coverage = comparison.coverage
+    if coverage.modules_unmatched and not coverage.modules_matched:
+        return (
+            Verdict.INCOMPARABLE,
+            f"both sides captured modules and none was matched: {_why_nothing(comparison)}",
+        )
     compared = {statuses["modules"], statuses["logprobs"]} - {Status.NOT_CHECKED}
     if not compared:
         if comparison.stale_versions is not None:

@@ -47,6 +47,9 @@ from trainfer.integrations.msprobe.names import (
 )
 
 MAX_JSON_BYTES = 1 << 30
+_REFUSED = ""
+"""In place of a file name that leaves the folder."""
+_ZIP_START = b"PK\x03\x04"
 _FILE_SLACK = 1 << 16
 """Bytes that a file may have beside its values."""
 _RANK = re.compile(r"(?:rank|proc)(\d{1,9})")
@@ -195,6 +198,8 @@ class MsprobeSide:
         if record.blob is None:
             raise DamagedRecordError(f"{record.module}.{record.name} was dumped without its values")
         step, _, name = record.blob.shard.partition("/")
+        if name == _REFUSED:
+            raise DamagedRecordError(f"{record.module}.{record.name}: its file's name was refused")
         path = self._folders[int(step), rank] / "dump_tensor_data" / name
         tensor = _load_file(path, record.blob.nbytes)
         if tuple(tensor.shape) != record.shape or tensor.dtype is not TORCH_TYPES[record.dtype]:
@@ -294,7 +299,7 @@ class MsprobeSide:
                 text = fingerprint(self.load(rank, weight))
             except DamagedRecordError as error:
                 self._problems[str(error)] = None
-                return
+                text = ""
         weights = self._weights.setdefault(rank, [])
         weights.append(msgspec.structs.replace(weight, fingerprint=text))
 
@@ -319,7 +324,7 @@ class MsprobeSide:
                 self._problems[f"{module}.{local}: {name!r} is not the name of a file and is not opened"] = (
                     None
                 )
-                return None
+                name = _REFUSED
             nbytes = math.prod(whole) * TORCH_TYPES[dtype].itemsize
             blob = Blob(shard=f"{step}/{name}", offset=0, nbytes=nbytes, checksum="")
         return dtype, whole, blob
@@ -345,7 +350,9 @@ def _load_file(path: Path, nbytes: int) -> Tensor:
             size = file.seek(0, 2)
             file.seek(0)
             fits = size <= 2 * nbytes + _FILE_SLACK
-            value = torch.load(file, map_location="cpu", weights_only=True) if fits else None
+            is_archive = file.read(4) == _ZIP_START
+            file.seek(0)
+            value = torch.load(file, map_location="cpu", weights_only=True) if fits and is_archive else None
     except (
         OSError,
         RuntimeError,
@@ -357,6 +364,8 @@ def _load_file(path: Path, nbytes: int) -> Tensor:
     ) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DamagedRecordError(f"{path.name} cannot be read as a tensor: {reason}") from error
+    if not is_archive:
+        raise DamagedRecordError(f"{path.name} is not an archive of torch.save; bare pickles are not read")
     if not fits:
         raise DamagedRecordError(f"{path.name} has {size} bytes for a tensor of {nbytes}")
     if not isinstance(value, Tensor):
