@@ -26,13 +26,12 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from verl.utils.config import validate_config
-
-import verl
 
 A = "actor_rollout_ref"
 SHORT = {
@@ -112,9 +111,8 @@ def rows(number):
 
 
 def answers_061(config, sizes):
-    from verl.workers.fsdp_workers import ActorRolloutRefWorker
-
     from verl import DataProto
+    from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
     world, sp = world_of(config), sizes.get("SP", 1)
     os.environ["WORLD_SIZE"] = str(world)

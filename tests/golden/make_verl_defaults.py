@@ -13,10 +13,9 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import verl
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-
-import verl
 
 
 def flatten(node, prefix=""):

@@ -16,13 +16,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import verl
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.utils import torch_functional as verl_torch
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.reward_score import default_compute_score, gsm8k
-
-import verl
 
 HERE = Path(__file__).parent
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
