@@ -148,7 +148,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (gradient,) = grad_outputs
+        # Before empty_like, which would keep strides that collectives ignore.
+        gradient = grad_outputs[0].contiguous()
         out = torch.empty_like(gradient)
-        dist.all_to_all_single(out, gradient.contiguous(), group=ctx.group)
+        dist.all_to_all_single(out, gradient, group=ctx.group)
         return out, None

@@ -13,9 +13,10 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import ray
-from ray.actor import ActorProxy
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -37,7 +38,6 @@ OBJECT_STORE_BYTES = 256 << 20
 LOOPBACK = "127.0.0.1"
 
 
-@ray.remote
 class RankActor:
     """A worker process; nothing is built before ``build``, so that the process can be met first."""
 
@@ -76,7 +76,7 @@ class RayTransport:
 
     def __init__(
         self,
-        actors: "Sequence[ActorProxy[RankActor]]",
+        actors: Sequence[ActorHandle],
         group: PlacementGroup,
         run_folder: Path,
         *,
@@ -167,12 +167,19 @@ def start_ray(setup: RankSetup, run_folder: Path) -> RayTransport:
     group = _place(setup)
     try:
         actors = [
-            RankActor.options(
-                num_cpus=1,
-                num_gpus=1 if setup.device_type == "cuda" else 0,
-                runtime_env={"env_vars": _environment(options, one_node=one_node)},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank // trainer.n_gpus_per_node),
-            ).remote(rank, plan.num_ranks, rank_log(run_folder, rank))
+            cast(
+                ActorHandle,
+                ray.remote(RankActor)
+                .options(
+                    num_cpus=1,
+                    num_gpus=1 if setup.device_type == "cuda" else 0,
+                    runtime_env={"env_vars": _environment(options, one_node=one_node)},
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        group, rank // trainer.n_gpus_per_node
+                    ),
+                )
+                .remote(rank, plan.num_ranks, rank_log(run_folder, rank)),
+            )
             for rank in range(plan.num_ranks)
         ]
     except RayError as error:
