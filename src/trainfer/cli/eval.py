@@ -5,6 +5,7 @@ as the run's own validation does, with the same seeds, and writes nothing into t
 """
 
 import json
+import shutil
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
@@ -105,12 +106,17 @@ def _find_weights(checkpoint: str | None, run_folder: Path) -> ModelSource | Non
 
 
 def _base_folder(inputs: "Inputs", run_folder: Path, scratch: Path) -> Path:
-    """The starting model; one that the warm-up makes is taken from the run folder, or made aside."""
+    """The starting model; one that the warm-up makes is copied from the run folder, or made aside.
+
+    A copy, because a model that was made for other settings is made again in its place: the run's must stay.
+    """
     from trainfer.workers.build import find_model_folder
     from trainfer.workers.warmup import MODEL_FOLDER
 
-    made = (run_folder / MODEL_FOLDER).is_dir()
-    return find_model_folder(inputs, run_folder if made else scratch)
+    made = run_folder / MODEL_FOLDER
+    if inputs.config.trainfer.warmup is not None and made.is_dir():
+        shutil.copytree(made, scratch / MODEL_FOLDER)
+    return find_model_folder(inputs, scratch)
 
 
 def _print(records: "tuple[RolloutRecord, ...]", *, weights: str, as_json: bool) -> None:

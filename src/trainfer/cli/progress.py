@@ -197,8 +197,8 @@ class NextSteps:
 
     folder: Path
     train_command: str
-    """The command line that was given, e.g. ``trainfer train tiny.yaml``: starting it again resumes."""
-    config: Path
+    """The command line that was given, e.g. ``trainfer train tiny.yaml``: starting it again resumes. Its first word
+    starts the other verbs as well."""
     total: int
     """The step at which the run ends."""
     tensorboard: bool
@@ -254,11 +254,16 @@ def _reached_lines(reached: RunDigest) -> list[str]:
 
 
 def _commands(run: NextSteps, *, finished: bool, has_checkpoint: bool) -> list[tuple[str, str]]:
-    folder, config = shlex.quote(str(run.folder)), shlex.quote(str(run.config))
-    commands = [(f"trainfer report {folder}", "curves and samples in one HTML file")]
+    folder = shlex.quote(str(run.folder))
+    program, _train, *arguments = shlex.split(run.train_command)
+    program = shlex.quote(program)
+    commands = [(f"{program} report {folder}", "curves and samples in one HTML file")]
     if has_checkpoint:
-        commands.append((f"trainfer eval {config}", "score the validation set"))
-        commands.append((f"trainfer export {folder} {folder}/exported", "a folder for Transformers and vLLM"))
+        # With the overrides: they may name another run folder or another validation set than the file does.
+        commands.append((f"{program} eval {shlex.join(arguments)}", "score the validation set"))
+        commands.append(
+            (f"{program} export {folder} {folder}/exported", "a folder for Transformers and vLLM")
+        )
     if run.tensorboard:
         commands.append((f"tensorboard --logdir {folder}/tensorboard", "every metric"))
     if finished:

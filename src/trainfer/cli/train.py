@@ -7,6 +7,7 @@ are reported before torch is loaded.
 import logging
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +69,7 @@ def command(config: Path, overrides: tuple[str, ...]) -> int:
         serve_rank(loaded, plan, launched)
     else:
         run_and_show(
-            loaded, config=config, command_line=shlex.join(["trainfer", "train", str(config), *overrides])
+            loaded, command_line=shlex.join([program_name(sys.argv[0]), "train", str(config), *overrides])
         )
     if launched is not None:
         # Threads of torch's gloo now and then abort a process that ends in the ordinary way.
@@ -91,7 +92,14 @@ def serve_rank(loaded: LoadedConfig, plan: StepPlan, launched: Launched) -> None
         os._exit(TrainferError.exit_code)
 
 
-def run_and_show(loaded: LoadedConfig, *, config: Path, command_line: str) -> None:
+def program_name(started_as: str) -> str:
+    """What to type to start this program again: its bare name where the shell finds it, else the path that was typed."""
+    found = shutil.which("trainfer")
+    is_script = Path(started_as).name == "trainfer" and Path(started_as).is_file()
+    return started_as if is_script and (found is None or not Path(found).samefile(started_as)) else "trainfer"
+
+
+def run_and_show(loaded: LoadedConfig, *, command_line: str) -> None:
     """Run every step that is left, with progress, and say at the end what was reached and what can be done."""
     from rich.console import Console
 
@@ -114,9 +122,7 @@ def run_and_show(loaded: LoadedConfig, *, config: Path, command_line: str) -> No
                 progress.step(report)
     page = write_training_report(folder, None)
     tensorboard = "tensorboard" in loaded.config.trainer.logger
-    ending = NextSteps(
-        folder=folder, train_command=command_line, config=config, total=total, tensorboard=tensorboard
-    )
+    ending = NextSteps(folder=folder, train_command=command_line, total=total, tensorboard=tensorboard)
     console.print(closing_summary(ending), highlight=False, soft_wrap=True, markup=False)
     console.print(f"Report: {page}", highlight=False, soft_wrap=True)
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from trainfer.cli.main import main
+from trainfer.cli.train import program_name
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CONFIG = f"""\
@@ -63,13 +64,27 @@ def test_a_run_is_trained_scored_and_sampled_from(folder, call):
     assert latest["responses"] == 6
     assert list(latest["by_data_source"]) == ["trainfer/letters"]
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    assert json.loads(call("eval", "run.yaml", "--json", "--checkpoint", "base")[1])["weights"] == "base"
+    for override in ("data.max_response_length=8", "data.max_response_length=9"):  # 9: another model is made
+        answer = json.loads(call("eval", "run.yaml", override, "--json", "--checkpoint", "base")[1])
+        assert answer["weights"] == "base"
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
     assert call("generate", str(run), "-p", "ab", "--max-new-tokens", "2")[0] == 0
     code, out, err = call("train", "run.yaml")
     assert (code, out) == (2, "")
     assert "no step is left" in err
+
+
+def test_the_closing_lines_start_the_program_as_it_was_started(tmp_path, monkeypatch):
+    script = tmp_path / "bin" / "trainfer"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program_name(str(script)) == str(script)
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert program_name(str(script)) == "trainfer"
+    assert program_name("src/trainfer/cli/main.py") == "trainfer"
 
 
 def test_the_base_model_is_scored_before_any_run(folder, call):
@@ -94,7 +109,7 @@ def test_the_base_model_is_scored_before_any_run(folder, call):
             [
                 "train",
                 "run.yaml",
-                "trainer.n_gpus_per_node=2",
+                "trainer.n_gpus_per_node=3",
                 "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             ],
             "n_gpus_per_node",

@@ -3,7 +3,6 @@ import logging
 import math
 import re
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -120,7 +119,6 @@ def finished(tmp_path, steps, *, total, checkpoint=True) -> NextSteps:
     return NextSteps(
         folder=folder,
         train_command="trainfer train a.yaml",
-        config=Path("a.yaml"),
         total=total,
         tensorboard=True,
     )
@@ -145,6 +143,16 @@ def test_the_summary_says_what_was_reached_and_what_comes_next(tmp_path):
         assert f"  {command}\n" in f"{text}\n"
 
 
+def test_the_next_commands_start_the_same_program_on_the_same_run(tmp_path):
+    run = finished(tmp_path, 8, total=8)
+    text = closing_summary(
+        replace(run, train_command=".venv/bin/trainfer train a.yaml trainer.default_local_dir='my run'")
+    )
+    assert "  .venv/bin/trainfer eval a.yaml 'trainer.default_local_dir=my run'\n" in text
+    assert f"  .venv/bin/trainfer report '{tmp_path}/my run'\n" in text
+    assert "  trainfer" not in text
+
+
 def test_a_stopped_run_says_how_to_resume(tmp_path):
     text = closing_summary(finished(tmp_path, 4, total=8, checkpoint=False))
     assert text.startswith("Stopped after step 4 of 8: 4 steps")
@@ -164,7 +172,6 @@ def test_a_run_without_a_step_says_so(tmp_path):
     run = NextSteps(
         folder=tmp_path,
         train_command="trainfer train a.yaml",
-        config=Path("a.yaml"),
         total=8,
         tensorboard=False,
     )
