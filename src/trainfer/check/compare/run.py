@@ -9,33 +9,21 @@ from collections.abc import Mapping, Sequence
 
 from trainfer.check.align.adapters import PointJoin, join_points
 from trainfer.check.align.names import NameMap, name_map
-from trainfer.check.align.points import Point, SidePoints, collect
+from trainfer.check.align.points import SidePoints, collect
 from trainfer.check.align.rows import RawTables, label_tables
 from trainfer.check.compare.coverage import describe_coverage
 from trainfer.check.compare.judge import Judged, judge, module_label
-from trainfer.check.compare.logits import largest_differences, logits_point, misplaced_logprobs, read_logits
-from trainfer.check.compare.logprobs import (
-    ScoredTokens,
-    compare_logprobs,
-    fit_reading,
-    judge_logprobs,
-    rescored_mean,
-    sampling_of,
-    scored_tokens,
-)
 from trainfer.check.compare.pairs import PairComparer
 from trainfer.check.compare.records import (
     Comparison,
-    LogprobFit,
-    LogprobResult,
     PointResult,
     Stage,
     Status,
-    TokenFinding,
 )
 from trainfer.check.compare.source import ReadableSide
 from trainfer.check.compare.tables import RowPlans
-from trainfer.check.compare.tokens import TokenResult, check_tokens
+from trainfer.check.compare.tail import TailFacts, examine_tail, logprob_stage, tokens_stage
+from trainfer.check.compare.tokens import check_tokens
 from trainfer.check.compare.tolerance import Tolerances, tolerances
 from trainfer.check.compare.weights import WeightResult, check_weights
 from trainfer.check.dump.records import SequenceRecord
@@ -62,13 +50,14 @@ def run_stages(rollout: ReadableSide, train: ReadableSide, *, names: NameMap | N
     join = join_points(*points, names, head_size=head_size)
     comparer = PairComparer(rollout, train, plans)
     judged = judge(comparer.compare(join.pairs), limits)
-    tail = _Tail((rollout, train), tokens, weights, points, plans, judged, limits)
+    facts = TailFacts(sides=(rollout, train), tokens=tokens, weights=weights, points=points, plans=plans)
+    tail = examine_tail(facts, judged, limits)
     repeated = _repeated(comparer, join, limits)
     order = _module_order(points[1], points[0])
     modules = _modules_stage(judged, weights, order)
-    logprobs = tail.stage(behind=modules.status)
+    logprobs = logprob_stage(tail, modules.status, limits, weights_differ=bool(weights.findings))
     return Comparison(
-        stages=(tail.tokens_stage, weights.stage, modules, logprobs, _batch_stage(repeated)),
+        stages=(tokens_stage(tokens.stage, tail), weights.stage, modules, logprobs, _batch_stage(repeated)),
         rollout_sequences=tokens.sequences[0],
         train_sequences=tokens.sequences[1],
         tokens=(*tokens.findings, *tail.misplaced),
@@ -77,7 +66,7 @@ def run_stages(rollout: ReadableSide, train: ReadableSide, *, names: NameMap | N
         points=judged.points,
         modules=judged.modules,
         repeated=repeated,
-        logprobs=tail.result,
+        logprobs=tail.logprobs,
         coverage=describe_coverage((rollout, train), raw, tables, join, judged, (tokens, weights)),
         introduced=judged.introduced,
         stale_versions=weights.stale_versions,
@@ -159,135 +148,3 @@ def _batch_stage(repeated: Sequence[PointResult]) -> Stage:
     first = module_label((diverged or off)[0])
     text = f"up to {rows} rows were computed again; {len(off)} of {len(repeated)} module outputs changed, first {first}"
     return Stage(name="batch_shape", status=Status.DIVERGED if diverged else Status.ROUNDING, summary=text)
-
-
-class _Tail:
-    """What comes after the modules: log-probs, and whether they stand beside their own tokens."""
-
-    def __init__(
-        self,
-        sides: tuple[ReadableSide, ReadableSide],
-        tokens: TokenResult,
-        weights: WeightResult,
-        points: tuple[SidePoints, SidePoints],
-        plans: RowPlans,
-        judged: Judged,
-        limits: Tolerances,
-    ) -> None:
-        self._limits = limits
-        self._weights = weights
-        self._dtype = max(
-            (dtype for result in judged.points for dtype in result.dtypes if dtype in limits.unit),
-            key=lambda dtype: limits.unit[dtype],
-            default=_stored_dtype(sides, limits),
-        )
-        pairs = [pair for pair in tokens.join.pairs if pair.equal]
-        rollout, train = tokens.sequences
-        own = (
-            {index: record for index, record in enumerate(rollout) if record.logprobs},
-            {
-                pair.rollout: train[pair.train]
-                for pair in reversed(tokens.join.pairs)
-                if train[pair.train].logprobs
-            },
-        )
-        together = [
-            (pair.rollout, rollout[pair.rollout], train[pair.train])
-            for pair in pairs
-            if _same_policy(rollout[pair.rollout], train[pair.train], weights)
-        ]
-        places = logits_point(points[0].sources), logits_point(points[1].sources)
-        differences: dict[tuple[int, int], float] = {}
-        if places[0] is not None and places[1] is not None:
-            both = points[0].sources[places[0]], points[1].sources[places[1]]
-            differences = largest_differences(sides, both, plans)
-        self._with_logits = bool(differences)
-        self.misplaced: list[TokenFinding] = []
-        scored = [
-            self._scored(name, sides[i], points[i], places[i], plans, own[i])
-            for i, name in enumerate(("rollout", "train"))
-        ]
-        result = compare_logprobs(
-            together, differences, self._dtype, limits, policy_moved=len(pairs) - len(together)
-        )
-        tail = limits.logprobs.tail_units * limits.unit["F32"]
-        temperatures = [
-            sorted({sampling_of(record).temperature for record in records.values()}) for records in own
-        ]
-        fits = [
-            None if item is None else fit_reading(item, temperatures[1 - i], tail * 4)
-            for i, item in enumerate(scored)
-        ]
-        rescored = None
-        if scored[0] is not None and scored[1] is not None:
-            rescored = rescored_mean(scored[0], scored[1])
-        self.result: LogprobResult | None = None
-        if result is not None:
-            self.result = _with_fits(result, (fits[0], fits[1]), rescored)
-        self.tokens_stage = self._tokens_stage(tokens)
-
-    def _scored(
-        self,
-        name: str,
-        side: ReadableSide,
-        points: SidePoints,
-        place: Point | None,
-        plans: RowPlans,
-        records: Mapping[int, SequenceRecord],
-    ) -> ScoredTokens | None:
-        if place is None or not records:
-            return None
-        logits = read_logits(side, name, points.sources[place], plans, records)
-        scored = scored_tokens(records, logits)
-        if scored is not None:
-            tail = 4 * self._limits.logprobs.tail_units * self._limits.unit["F32"]
-            if fit_reading(scored, (), tail).reading == "unknown":
-                self.misplaced += misplaced_logprobs(name, records, logits, tail)
-        return scored
-
-    def _tokens_stage(self, tokens: TokenResult) -> Stage:
-        if not self.misplaced:
-            return tokens.stage
-        text = f"log-probs of {len(self.misplaced)} sequences stand beside other tokens: {self.misplaced[0].note}"
-        return Stage(name="tokens", status=Status.DIVERGED, summary=text)
-
-    def stage(self, *, behind: Status) -> Stage:
-        """The log-prob stage; not judged behind weights that differ."""
-        if self.result is None:
-            text = "no sequence has log-probs on both sides under one policy"
-            return Stage(name="logprobs", status=Status.NOT_CHECKED, summary=text)
-        proven = self._with_logits and behind in (Status.EQUAL, Status.ROUNDING)
-        judged = judge_logprobs(self.result, self._dtype, self._limits, proven_logits=proven)
-        if self._weights.findings and behind is Status.NOT_CHECKED and judged.status is Status.DIVERGED:
-            return Stage(
-                name="logprobs",
-                status=Status.NOT_CHECKED,
-                summary=f"{judged.summary}; not judged: weights differ",
-            )
-        return judged
-
-
-def _stored_dtype(sides: tuple[ReadableSide, ReadableSide], limits: Tolerances) -> str:
-    dtypes = [side.manifest.model_dtype for side in sides if side.manifest.model_dtype in limits.unit]
-    return max(dtypes, key=lambda dtype: limits.unit[dtype], default="F32")
-
-
-def _same_policy(first: SequenceRecord, second: SequenceRecord, weights: WeightResult) -> bool:
-    a, b = weights.versions[0].get(first.weights_version), weights.versions[1].get(second.weights_version)
-    return a is not None and a == b
-
-
-def _with_fits(
-    result: LogprobResult, fits: tuple[LogprobFit | None, LogprobFit | None], rescored: float | None
-) -> LogprobResult:
-    return LogprobResult(
-        labels=result.labels,
-        positions=result.positions,
-        rollout=result.rollout,
-        train=result.train,
-        allowed=result.allowed,
-        declared=result.declared,
-        fits=fits,
-        rescored=rescored,
-        policy_moved=result.policy_moved,
-    )
