@@ -112,7 +112,7 @@ def test_the_base_model_is_scored_before_any_run(folder, call):
                 "trainer.n_gpus_per_node=3",
                 "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             ],
-            "n_gpus_per_node",
+            "does not deal evenly to 3",
         ),
     ],
 )
