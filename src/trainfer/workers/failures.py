@@ -5,6 +5,9 @@ Takes a run folder; gives paths and sentences. Plain files, no process is touche
 
 import faulthandler
 import os
+import socket
+import sys
+import time
 from pathlib import Path
 
 from trainfer.errors import WorkerError
@@ -27,6 +30,8 @@ def send_output_to(path: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     faulthandler.enable()
+    sys.stderr.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} process {os.getpid()} on {socket.gethostname()}\n")
+    sys.stderr.flush()
 
 
 def worker_lost(run_folder: Path, rank: int, reason: str) -> WorkerError:

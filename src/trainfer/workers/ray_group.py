@@ -103,30 +103,41 @@ class RayTransport:
         return self._wait_for([actor.run.remote(command) for actor, command in pairs])
 
     def _wait_for(self, answers: "list[ray.ObjectRef]") -> list:
-        """All answers; on a failure, the first failure, once the other ranks are out of the command or ended."""
+        """All answers; on a failure its error, once the other ranks are out of the command or ended."""
         waiting = list(answers)
         while waiting:
             (done,), waiting = ray.wait(waiting, num_returns=1)
-            rank = answers.index(done)
             try:
                 ray.get(done)
-            except RayTaskError as error:
-                raise self._failed(rank, error, waiting) from error
-            except RayActorError as error:
-                self._end()
-                raise worker_lost(self._run_folder, rank, _first_line(error)) from error
+            except RayError as error:
+                raise self._failure(answers, done, error, waiting) from error
         return ray.get(answers)
 
-    def _failed(self, rank: int, error: RayTaskError, waiting: "list[ray.ObjectRef]") -> TrainferError:
-        """A rank raised; if the others do not come back, nobody can go on."""
-        _, stuck = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_SECONDS) if waiting else ([], [])
-        cause = error.cause
-        if isinstance(cause, TrainferError):
-            if stuck:
-                self._end()
-            return cause
+    def _failure(
+        self,
+        answers: "list[ray.ObjectRef]",
+        failed: "ray.ObjectRef",
+        error: RayError,
+        waiting: "list[ray.ObjectRef]",
+    ) -> TrainferError:
+        """What to raise. Where a rank is gone, the others fail on their lost connection: it alone is the cause."""
+        if isinstance(error, RayTaskError):
+            others, stuck = (
+                ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_SECONDS) if waiting else ([], [])
+            )
+            if isinstance(error.cause, TrainferError):
+                if stuck:
+                    self._end()
+                return error.cause
+            for other in others:
+                lost = _actor_error(other)
+                if lost is not None:
+                    failed, error = other, lost
         self._end()
-        return WorkerError(f"rank {rank} failed.\n{error}\n{how_to_go_on(self._run_folder)}")
+        rank = answers.index(failed)
+        if isinstance(error, RayTaskError):
+            return WorkerError(f"rank {rank} failed.\n{error}\n{how_to_go_on(self._run_folder)}")
+        return worker_lost(self._run_folder, rank, _first_line(error))
 
     def close(self) -> None:
         """End every rank."""
@@ -209,6 +220,7 @@ def _init(options: RayInitConfig, plan: StepPlan) -> None:
             num_cpus=options.num_cpus or max(os.cpu_count() or 1, plan.num_ranks),
             include_dashboard=False,
             log_to_driver=False,
+            logging_level=logging.WARNING,
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address=LOOPBACK,
         )
@@ -257,6 +269,16 @@ def _placement_seconds(bundle: dict[str, float], nodes: int) -> int:
         if node["Alive"]
     )
     return PLACEMENT_SECONDS if able >= nodes else 10
+
+
+def _actor_error(answer: "ray.ObjectRef") -> RayActorError | None:
+    try:
+        ray.get(answer)
+    except RayActorError as error:
+        return error
+    except RayError:
+        return None
+    return None
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,12 +4,13 @@ Takes the environment that torchrun sets; gives, on rank 0, a ``Transport`` whos
 other ranks a loop that serves it. Commands and answers travel as objects over a gloo group of their own. For clusters
 without Ray; the rank itself is the same (``rank.py``).
 
-A rank that fails leaves its last words in torchrun's store. Ranks may then be waiting for it in a collective for ever, so
+The output of the other ranks goes to ``RUN/logs/rank_R.log``. A rank that fails leaves its last words in torchrun's store. Ranks may then be waiting for it in a collective for ever, so
 rank 0 watches the store and, after a grace, says what happened and ends; torchrun ends the others.
 """
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from trainfer.errors import TrainferError, WorkerError
-from trainfer.workers.failures import how_to_go_on
+from trainfer.workers.failures import how_to_go_on, rank_log, send_output_to, worker_lost
 from trainfer.workers.launched import Launched
 from trainfer.workers.rank import Answer_co, Command, Place, RankSetup, RankWorker, join
 
@@ -43,6 +44,29 @@ class Outcome:
     error: TrainferError | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """A rank's process."""
+
+    host: str
+    pid: int
+
+    @classmethod
+    def this(cls) -> "Process":
+        """The one that asks."""
+        return cls(host=socket.gethostname(), pid=os.getpid())
+
+    def has_ended(self) -> bool:
+        """False as well where it runs on another node."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        return state == "Z"
+
+
 class TorchrunTransport:
     """Rank 0's side."""
 
@@ -54,11 +78,14 @@ class TorchrunTransport:
         """
         self._run_folder = run_folder
         self._num_ranks = launched.num_ranks
+        self._processes: list[Process] = []
         signal.signal(signal.SIGTERM, self._ended_by_torchrun)
         self._control = _meet(launched, setup.device_type)
         self._watch = _Watch(launched, self._give_up)
         with self._watch, self._losses_named():
-            dist.broadcast_object_list([setup], src=0, group=self._control)
+            dist.broadcast_object_list([setup, run_folder], src=0, group=self._control)
+            self._processes = [Process.this()] * launched.num_ranks
+            dist.gather_object(self._processes[0], self._processes, dst=0, group=self._control)
             self._worker: RankWorker | None = RankWorker(setup, _place(launched))
 
     def call(self, commands: Sequence[Command[Answer_co]]) -> list[Answer_co]:
@@ -86,7 +113,20 @@ class TorchrunTransport:
                 worker.close()
 
     def _losses_named(self) -> "_Losses":
-        return _Losses(self._watch, self._run_folder)
+        return _Losses(self._lost)
+
+    def _lost(self, error: BaseException) -> WorkerError | None:
+        """What to say of a broken collective; None where nobody is gone."""
+        words = self._watch.wait_for_words()
+        gone = [rank for rank, process in enumerate(self._processes) if process.has_ended()]
+        if words is None and not gone and not _is_lost_connection(error):
+            return None
+        self._watch.failed(words or str(error))
+        if gone:
+            return worker_lost(self._run_folder, gone[0], words or "its process has ended.")
+        return WorkerError(
+            f"{words or f'a worker process is gone: {_first_line(error)}'}\n{how_to_go_on(self._run_folder)}"
+        )
 
     def _give_up(self, words: str) -> None:
         """On the watching thread: the main one is in a collective that will not end."""
@@ -94,8 +134,12 @@ class TorchrunTransport:
         os._exit(TrainferError.exit_code)
 
     def _ended_by_torchrun(self, _signal: int, _frame: FrameType | None) -> None:
+        self._watch.failed("torchrun has ended this run")
+        gone = [rank for rank, process in enumerate(self._processes) if process.has_ended()]
+        if gone:
+            raise worker_lost(self._run_folder, gone[0], "its process has ended.")
         raise WorkerError(
-            f"torchrun has ended this run, because another process of it has failed: its message is above.\n"
+            f"torchrun has ended this run: it was told to, or a process on another node has failed.\n"
             f"{how_to_go_on(self._run_folder)}"
         )
 
@@ -103,22 +147,17 @@ class TorchrunTransport:
 class _Losses:
     """Turns the error of a broken connection into one that says who is gone."""
 
-    def __init__(self, watch: "_Watch", run_folder: Path) -> None:
-        self._watch = watch
-        self._run_folder = run_folder
+    def __init__(self, lost: Callable[[BaseException], WorkerError | None]) -> None:
+        self._lost = lost
 
     def __enter__(self) -> None:
         return
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (dist.DistError, RuntimeError)) and not isinstance(error, TrainferError):
-            words = self._watch.wait_for_words()
-            if words is None and not _is_lost_connection(error):
-                return
-            self._watch.failed(words or str(error))
-            raise WorkerError(
-                f"{words or f'a worker process is gone: {_first_line(error)}'}\n{how_to_go_on(self._run_folder)}"
-            ) from error
+        if isinstance(error, RuntimeError):  # of which torch's own errors of collectives are kinds
+            lost = self._lost(error)
+            if lost is not None:
+                raise lost from error
 
 
 class _Watch:
@@ -175,11 +214,15 @@ class _Watch:
 def serve(launched: Launched, device_type: str) -> None:
     """Another rank's side: do what rank 0 says until it says no more."""
     control = _meet(launched, device_type)
-    setup: list[RankSetup | None] = [None]
-    dist.broadcast_object_list(setup, src=0, group=control)
-    assert setup[0] is not None
+    told: list[object] = [None, None]
+    dist.broadcast_object_list(told, src=0, group=control)
+    setup, run_folder = told
+    assert isinstance(setup, RankSetup)
+    assert isinstance(run_folder, Path)
+    send_output_to(rank_log(run_folder, launched.rank))
     try:
-        worker = RankWorker(setup[0], _place(launched))
+        dist.gather_object(Process.this(), None, dst=0, group=control)
+        worker = RankWorker(setup, _place(launched))
         while True:
             command: list[Command[object] | None] = [None]
             dist.scatter_object_list(command, None, src=0, group=control)
