@@ -211,12 +211,13 @@ class WeightFinding:
     name: str
     module: str
     kind: str
-    """``differs``, ``missing_in_rollout``, ``missing_in_train``, ``tie`` (tied on one side only)."""
+    """``differs``, ``missing_in_rollout``, ``missing_in_train``, ``tie`` (tied on one side only), ``adapter_missing``,
+    ``adapter_scale``."""
     role: str
     rollout_version: int | None
     train_version: int | None
     same_as: str = ""
-    """Where its fingerprint was found instead: ``train version 2``."""
+    """Where it comes from, as far as that is known: ``train version 2``, ``fused in …``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ their versions correspond. Fused parameters need values; without them they are n
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from trainfer.check.align.layouts import columns
 from trainfer.check.align.names import NameMap, sibling
 from trainfer.check.align.weights import Weight, Weights, common_versions, weights_by_version
+from trainfer.check.compare.lora import compare_adapters
 from trainfer.check.compare.records import Stage, Status, WeightFinding
 from trainfer.check.compare.source import ReadableSide
 from trainfer.check.dump.reader import DamagedRecordError
@@ -79,7 +81,7 @@ class _Pairing:
         self.findings: list[WeightFinding] = []
         self.notes: list[str] = []
         self.compared = 0
-        explained = self._fused(0) | self._fused(1)
+        explained = self._fused(0) | self._fused(1) | self._adapters(0) | self._adapters(1)
         rollout, train = weights
         for name in rollout:
             if name in train and name not in explained:
@@ -119,6 +121,19 @@ class _Pairing:
             return False
         return not any(item.tied_to == weight.name and name in other for name, item in mine.items())
 
+    def _adapters(self, side: int) -> set[str]:
+        """Weights that are base and adapter on this side, and one on the other."""
+        mine, other = self._weights[side], self._weights[1 - side]
+        readers = partial(self._value, side), partial(self._value, 1 - side)
+        found = compare_adapters(mine, other, self._sides[side], readers)
+        for item in found:
+            self.compared += 1
+            if item.kind is not None:
+                self._add(item.weight, item.kind, origin=item.note)
+            elif item.note:
+                self.notes.append(item.note)
+        return {item.weight.name for item in found}
+
     def _fused(self, side: int) -> set[str]:
         """Parameters that are one on this side and several on the other."""
         mine, other = self._weights[side], self._weights[1 - side]
@@ -155,7 +170,7 @@ class _Pairing:
             best = wrong if best is None or len(wrong) < len(best) else best
         self.compared += len(parts)
         for part in parts if best is None else best:
-            self._add(part, "differs", note_module=weight.name)
+            self._add(part, "differs", origin=f"fused in {weight.name}")
 
     def _value(self, side: int, weight: Weight) -> Tensor | None:
         if len(weight.records) != 1 or weight.records[0][1].blob is None:
@@ -167,7 +182,7 @@ class _Pairing:
             self.notes.append(str(error))
             return None
 
-    def _add(self, weight: Weight, kind: str, *, note_module: str = "") -> None:
+    def _add(self, weight: Weight, kind: str, *, origin: str = "") -> None:
         self.findings.append(
             WeightFinding(
                 name=weight.name,
@@ -176,7 +191,7 @@ class _Pairing:
                 role=weight.role.value,
                 rollout_version=self._versions[0],
                 train_version=self._versions[1],
-                same_as=f"fused in {note_module}" if note_module else "",
+                same_as=origin,
             )
         )
 
@@ -250,6 +265,6 @@ def _stage(
         return Stage(name="weights", status=Status.DIVERGED, summary=f"{compared} compared: {counted}")
     if compared == 0:
         return Stage(name="weights", status=Status.NOT_CHECKED, summary="no weights in common")
-    status = Status.ROUNDING if any("not proven equal" in note for note in notes) else Status.EQUAL
+    status = Status.ROUNDING if notes else Status.EQUAL
     text = f"{compared} parameters and buffers have equal fingerprints"
     return Stage(name="weights", status=status, summary="; ".join([text, *notes]))

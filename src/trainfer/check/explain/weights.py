@@ -30,8 +30,8 @@ def weight_causes(comparison: Comparison) -> list[Cause]:
 def _cause_of(finding: WeightFinding, changed: Sequence[WeightFinding]) -> str:
     if finding.kind == "tie":
         return "weights.tied_head"
-    if "lora_" in finding.name:
-        return "weights.adapter_missing"
+    if finding.kind.startswith("adapter"):
+        return f"weights.{finding.kind}"
     if finding.kind.startswith("missing"):
         return "weights.missing"
     if finding.role == "buffer":
@@ -68,6 +68,10 @@ def _evidence(finding: WeightFinding) -> str:
             return f"{finding.name} is in the rollout only ({versions})"
         case "tie":
             return f"{finding.name} is tied to another parameter on one side only, and its values differ ({versions})"
+        case "adapter_missing":
+            return f"{finding.name} holds the base without the other side's adapter ({versions})"
+        case "adapter_scale":
+            return f"{finding.name}: {finding.same_as} ({versions})"
         case _:
             known = f"; it equals that of {finding.same_as}" if finding.same_as else ""
             return f"the fingerprint of {finding.name} differs ({versions}){known}"
