@@ -48,11 +48,12 @@ def make_engine(
     if name == "vllm":
         if vllm is None:
             raise EngineError("the vllm engine needs settings with a model folder; pass VllmSettings")
-        from trainfer.engines.vllm.environment import installed_version, prepare_process
+        from trainfer.engines.vllm.environment import installed_version, prepare_process, undisturbed
 
         installed_version()
         prepare_process(vllm.device)
-        from trainfer.engines.vllm.engine import VllmEngine
+        with undisturbed():
+            from trainfer.engines.vllm.engine import VllmEngine
 
         return VllmEngine(vllm, weights_version=weights_version)
     if name not in ENGINE_NAMES:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
-from vllm.distributed import cleanup_dist_env_and_memory  # pyright: ignore[reportMissingImports]
 
 from trainfer.engines.requests import check_requests
 from trainfer.engines.vllm.environment import undisturbed
@@ -123,13 +122,10 @@ class VllmEngine:
         return found
 
     def close(self) -> None:
-        """End vLLM and its workers."""
-        if self._llm is None:
-            return
-        stop(self._llm)
-        self._llm = None
-        if self._owns_process_group:
-            cleanup_dist_env_and_memory()
+        """End vLLM and its workers; a process group that was there before stays."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            stop(llm, owns_process_group=self._owns_process_group)
 
     def _rotary_fingerprint(self, tensor: Tensor) -> str:
         for mismatch in self._llm.collective_rpc("trainfer_rotary_mismatch", args=(tensor,)):

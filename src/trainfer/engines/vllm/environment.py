@@ -10,11 +10,13 @@ import importlib.metadata
 import importlib.util
 import os
 import random
+import warnings
 from collections.abc import Iterator
 
 import numpy
 import torch
 import torch._dynamo.config
+import torch.distributed
 
 from trainfer.errors import EngineError
 
@@ -84,12 +86,14 @@ def undisturbed() -> Iterator[None]:
 
     Restores random generators (vLLM reseeds and draws from them), the environment except vLLM's own variables
     (it sets LOCAL_WORLD_SIZE, LD_PRELOAD), and ``torch.set_num_threads``, which its CPU worker replaces by a
-    function that does nothing.
+    function that does nothing. What vLLM uses that will once be gone is not the user's business.
     """
     variables, set_num_threads, num_threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=_cuda_devices()):
+        with torch.random.fork_rng(devices=_cuda_devices()), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
         random.setstate(python_state)
@@ -101,6 +105,22 @@ def undisturbed() -> Iterator[None]:
             if not name.startswith("VLLM_") and name not in variables:
                 del os.environ[name]
         os.environ.update({name: value for name, value in variables.items() if not name.startswith("VLLM_")})
+
+
+@contextlib.contextmanager
+def keeping_process_group() -> Iterator[None]:
+    """Let groups be destroyed by name only, not all of them with the default one."""
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_named(group: torch.distributed.ProcessGroup | None = None) -> None:
+        if group is not None:
+            destroy(group)
+
+    torch.distributed.destroy_process_group = destroy_named
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = destroy
 
 
 def _cuda_devices() -> list[int]:

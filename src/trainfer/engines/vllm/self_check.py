@@ -40,7 +40,7 @@ def check_logprobs(llm: LLM) -> None:
         if config.logprobs_mode != MODE:
             raise EngineError(_message("this model", f"logprobs_mode={MODE}", config.logprobs_mode))
         return
-    if max(filtered.values()) < -_ROUNDING:
+    if abs(max(filtered.values())) > _ROUNDING:
         raise EngineError(_message("top-k 1", "0", f"{max(filtered.values()):.4f}"))
     cold_gap = cold[first] - cold[second]
     if abs(cold_gap - gap / _TEMPERATURE) > abs(cold_gap - gap):

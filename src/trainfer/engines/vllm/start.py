@@ -3,12 +3,14 @@
 Imports vLLM: ``environment.prepare_process`` must have run. Leaves out what the engine is used for.
 """
 
+import contextlib
 from typing import Any
 
 import torch
+import torch.distributed
 from vllm import LLM  # pyright: ignore[reportMissingImports]
 
-from trainfer.engines.vllm.environment import undisturbed
+from trainfer.engines.vllm.environment import keeping_process_group, undisturbed
 from trainfer.engines.vllm.self_check import check_logprobs
 from trainfer.engines.vllm.settings import VllmSettings
 from trainfer.errors import EngineError
@@ -23,7 +25,15 @@ def llm_arguments(settings: VllmSettings) -> dict[str, Any]:
 
     Log-probs are ``processed_logprobs``: of the distribution that is sampled. Eager on a CPU; on a GPU vLLM
     compiles and captures graphs, which stay valid when weights are reloaded in place.
+
+    Raises:
+        EngineError: Several ranks, each with an engine, and an engine of several shards.
     """
+    if joins_process_group() and settings.tensor_parallel_size > 1:
+        raise EngineError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={settings.tensor_parallel_size} with several ranks: each "
+            "rank hosts an engine of its own and samples its share of the prompts; set it to 1"
+        )
     on_cpu = settings.device == "cpu"
     return {
         "model": str(settings.model_folder),
@@ -43,8 +53,18 @@ def llm_arguments(settings: VllmSettings) -> dict[str, Any]:
         "worker_extension_cls": EXTENSION,
         "generation_config": "vllm",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "seed": 0,
+        **({"distributed_executor_backend": "external_launcher"} if joins_process_group() else {}),
     }
+
+
+def joins_process_group() -> bool:
+    """True where the trainer's ranks each host an engine: vLLM then makes its groups among them.
+
+    All ranks must start and end their engines together, and RANK, LOCAL_RANK and WORLD_SIZE be set.
+    """
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def start(arguments: dict[str, Any]) -> LLM:
@@ -54,6 +74,7 @@ def start(arguments: dict[str, Any]) -> LLM:
         EngineError: vLLM refused the model or the settings, found too little memory, or reports log-probs of
             another distribution than it samples from.
     """
+    owns_process_group = not torch.distributed.is_initialized()
     with undisturbed():
         try:
             llm = LLM(**arguments)
@@ -65,17 +86,21 @@ def start(arguments: dict[str, Any]) -> LLM:
             ValueError,
             RuntimeError,
         ) as error:  # in the first forward: kernels that lack a head size, memory
-            stop(llm)
+            stop(llm, owns_process_group=owns_process_group)
             raise EngineError(_explain(error, arguments)) from error
         except EngineError:
-            stop(llm)
+            stop(llm, owns_process_group=owns_process_group)
             raise
     return llm
 
 
-def stop(llm: LLM) -> None:
-    """End the engine and its worker processes; the process group that vLLM made is the caller's to end."""
-    llm.llm_engine.engine_core.shutdown()
+def stop(llm: LLM, *, owns_process_group: bool) -> None:
+    """End the engine and its worker processes.
+
+    vLLM's own shutdown ends the default process group, too; where that is the trainer's, it is kept.
+    """
+    with contextlib.nullcontext() if owns_process_group else keeping_process_group():
+        llm.llm_engine.engine_core.shutdown()
 
 
 def _explain(error: Exception, arguments: dict[str, Any]) -> str:
