@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainfer.config.load import load_config
+from trainfer.errors import WeightSyncError
 from trainfer.plan.step import plan_step
 from trainfer.train.update.batch import training_sequences
 from trainfer.types import FinishReason, GenerationRequest, Prompt, SampledSequence, SamplingParams
@@ -20,6 +21,7 @@ from trainfer.workers.group import WorkerGroup
 from trainfer.workers.launched import launched_by_torchrun
 from trainfer.workers.rank import Place, RankSetup, RankWorker
 from trainfer.workers.ranked_group import RankedGroup
+from trainfer.workers.rollout import RolloutWorker
 
 ACTOR = "actor_rollout_ref.actor"
 BASE = (
@@ -150,6 +152,33 @@ class Rebuild:
         worker.__init__(self.setup, place)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forget:
+    """A command: on rank 1 the engine never gets one of the weights, nor, until then, does anybody notice."""
+
+    name: str
+
+    def run(self, worker: RankWorker) -> None:
+        if worker.rank == 1:
+            worker.rollout = Forgetful(worker.rollout.engine, self.name)
+
+
+class Forgetful(RolloutWorker):
+    def __init__(self, engine, name):
+        super().__init__(engine)
+        self._name = name
+        self._old = dict(engine_tensors(engine))[name].detach().clone()
+
+    def load_weights(self, named_tensors, *, version):
+        sent = {name: tensor.clone() for name, tensor in named_tensors}
+        sent[self._name] = self._old
+        super().load_weights(sent.items(), version=version)
+
+
+def engine_tensors(engine):
+    return engine._model.named_parameters(remove_duplicate=False)
+
+
 def run_cases(transport, folder: Path, num_ranks: int) -> dict:
     told = {}
     for case in json.loads((folder / "cases.json").read_text()):
@@ -157,6 +186,18 @@ def run_cases(transport, folder: Path, num_ranks: int) -> dict:
         transport.call([Rebuild(setup=setup, num_ranks=num_ranks)] * num_ranks)
         group = RankedGroup(transport, setup)
         told[case["name"]] = three_steps(group, setup, folder / case["name"], masked=case["masked"])
+    transport.call([Forget(name="model.norm.weight")] * num_ranks)
+    sampled = sequences(0)
+    old = [scored.logprobs for scored in group.old_logprobs(sampled)]
+    group.update(
+        training_sequences(
+            sampled, range(len(sampled)), old_logprobs=old, ref_logprobs=None, rollout_weights=None
+        )
+    )
+    try:
+        group.sync_weights()
+    except WeightSyncError as error:
+        told["forgotten"] = str(error)
     return told
 
 

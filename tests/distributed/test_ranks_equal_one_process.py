@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -36,6 +37,12 @@ SINGLE = {
 CASES = {
     # name: (model, single-process configuration, overrides of several ranks, masked sequences)
     "fsdp": ("qwen3", "plain", (), 0),
+    "sp gpt2": (
+        "tied gpt2",
+        "plain",
+        (f"{SP}=2", "actor_rollout_ref.model.enable_gradient_checkpointing=false"),
+        0,
+    ),
     "dynamic": ("qwen3", "plain", (f"{TOKENS}=64",), 0),
     "one a forward": ("qwen3", "many steps", (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",), 0),
     "kept gathered": (
@@ -54,12 +61,6 @@ CASES = {
     "sp": ("qwen3", "plain", (f"{SP}=2",), 0),
     "sp dynamic": ("qwen3", "kl", (f"{SP}=2", f"{TOKENS}=40"), 0),
     "sp, kv head shared": ("one kv head", "plain", (f"{SP}=2",), 0),
-    "sp gpt2": (
-        "tied gpt2",
-        "plain",
-        (f"{SP}=2", "actor_rollout_ref.model.enable_gradient_checkpointing=false"),
-        0,
-    ),
 }
 CASES_OF_4 = {
     "fsdp": CASES["fsdp"],
@@ -174,6 +175,7 @@ def test_two_ranks_under_torchrun(name, torchrun2, one_process):
     check(name, CASES[name], torchrun2, one_process)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("name", ["fsdp", "sp", "dynamic"])
 def test_two_ranks_under_ray(name, ray2, one_process):
@@ -250,6 +252,11 @@ def gradient_difference(ours, theirs):
 
 def weight_difference(ours, theirs):
     return relative(stored(ours / "last", "model."), stored(theirs / "last", "model."))
+
+
+def test_a_weight_that_one_ranks_engine_misses_is_named_with_the_rank(torchrun2):
+    told, _ = torchrun2
+    assert re.search(r"1 of \d+ tensors .*: model\.norm\.weight \(rank 1\)\.", told["forgotten"])
 
 
 def test_sharded_checkpoints_are_exported_bit_for_bit(torchrun2, tmp_path):
