@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from trainfer.exact.attention import AttentionForm
+from trainfer.exact.fingerprint import partial_fingerprint
 from trainfer.exact.gpu_attention import decode_forward
 from trainfer.exact.gpu_fused import rope_and_store, silu_product
 from trainfer.exact.gpu_linear import (
@@ -91,8 +92,9 @@ def test_packed_attention_and_its_gradient_are_those_of_float32(shared):
 
 
 def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    value, reference = value.detach().double(), reference.detach().double()
     assert torch.isfinite(value).all()
-    return float((value.double() - reference.double()).norm() / reference.double().norm())
+    return float((value - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize(
@@ -212,3 +214,11 @@ def test_scores_of_a_row_are_the_same_in_any_batch_and_those_of_float64(vocabula
     (logprobs @ factors + entropies.sum()).backward()
     (exact_logprobs @ factors.double() + exact_entropies.sum()).backward()
     assert relative(leaf.grad, wide.grad) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize(("count", "start"), [(1, 0), (5, 16383), (300_000, 0), (300_000, 12345)])
+def test_fingerprint_sums_are_those_of_the_cpu(dtype, count, start):
+    values = (torch.randn(count) * 100).to(dtype)
+    expected = partial_fingerprint(values, start)
+    assert torch.equal(partial_fingerprint(values.cuda(), start).cpu(), expected)

@@ -14,6 +14,8 @@ import functools
 import torch
 from torch import Tensor
 
+from trainfer.exact import gpu
+
 _COLUMNS = 1 << 14
 """Elements whose weights are tabulated; element i weighs ``table[i % _COLUMNS] * row_weight(i // _COLUMNS)``."""
 _PIECE = 1 << 17
@@ -61,6 +63,11 @@ def partial_fingerprint(tensor: Tensor, start_index: int) -> Tensor:
 def _flat_sums(flat: Tensor, start_index: int) -> Tensor:
     bits = flat.view(_BITS[flat.element_size()])
     table = _column_weights(flat.device)
+    if flat.device.type == "cuda" and gpu.has_kernels():
+        first, last = start_index // _COLUMNS, (start_index + bits.numel() - 1) // _COLUMNS
+        return gpu.fingerprint_sums(
+            bits, table, _row_table(last + 1, flat.device)[:, first:], start_index % _COLUMNS
+        )
     total = torch.zeros(2, dtype=torch.int64, device=flat.device)
     position, end = 0, bits.numel()
     while position < end:
@@ -91,6 +98,11 @@ def _column_weights(device: torch.device) -> Tensor:
 def _row_weights(first: int, count: int, device: torch.device) -> Tensor:
     rows = [[_odd(mix, index) for index in range(first, first + count)] for mix in (3, 4)]
     return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _row_table(count: int, device: torch.device) -> Tensor:
+    """Row weights from row 0, at least ``count``: tables double, so that few are made."""
+    return _row_weights(0, max(1024, 1 << (count - 1).bit_length()), device)
 
 
 def _odd(mix: int, index: int) -> int:

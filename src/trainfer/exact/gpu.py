@@ -80,3 +80,10 @@ def logits_to_gradient_(
     from trainfer.exact import gpu_scores
 
     return gpu_scores.logits_to_gradient_(logits_SV, targets_S, temperatures_S, scores, gradients)
+
+
+def fingerprint_sums(bits: Tensor, column_weights: Tensor, row_weights: Tensor, start: int) -> Tensor:
+    """See ``gpu_fingerprint``."""
+    from trainfer.exact import gpu_fingerprint
+
+    return gpu_fingerprint.sums(bits, column_weights, row_weights, start)

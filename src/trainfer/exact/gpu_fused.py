@@ -2,7 +2,8 @@
 
 ``rope_and_store``: norms of query and key heads (where the model has them), rotary positions, and the writing of keys
 and values into the paged cache. ``silu_product``: ``silu(gate) * up``. Each rounds to the rows' dtype wherever the
-eager operators do, so the trainer may go on calling those.
+eager operators do, so the trainer may go on calling those. Floating-point fusion is off: a fused multiply-add would skip
+a rounding in between.
 
 Axes: B slots, H query heads, G key/value heads, K head size, F width of the MLP.
 """
@@ -118,7 +119,7 @@ def rope_and_store(
     _rope_kernel[(slots, query_chunks + 2 * key_chunks)](
         projected, positions_B, *rotary, query_weight, key_weight, table, query, keys, values, eps, table.stride(0),
         query_heads, key_heads, query_chunks, key_chunks,
-        K=size, PAGE=page, R=HEADS, NORM=weights is not None, num_warps=4,
+        K=size, PAGE=page, R=HEADS, NORM=weights is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return query
 
@@ -141,5 +142,7 @@ def silu_product(both: Tensor) -> Tensor:
     """``silu(gate) * up`` of rows ``[B, 2 F]`` that hold gate, then up; ``[B, F]``."""
     rows, width = both.shape[0], both.shape[1] // 2
     out = torch.empty(rows, width, dtype=both.dtype, device=both.device)
-    _silu_kernel[(rows, triton.cdiv(width, _SILU_BLOCK))](both, out, width, BLOCK=_SILU_BLOCK, num_warps=4)
+    _silu_kernel[(rows, triton.cdiv(width, _SILU_BLOCK))](
+        both, out, width, BLOCK=_SILU_BLOCK, num_warps=4, enable_fp_fusion=False
+    )
     return out

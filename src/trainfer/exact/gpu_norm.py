@@ -92,7 +92,7 @@ def _launch(rows: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, k
     inverses = torch.empty(count, dtype=torch.float32, device=rows.device) if keep else rows
     _forward_kernel[(triton.cdiv(count, per_program),)](
         rows, rows if added is None else added, weight, out, total, inverses, count, eps,
-        D=width, BLOCK=block, ROWS=per_program, ADD=added is not None, KEEP=keep, num_warps=4,
+        D=width, BLOCK=block, ROWS=per_program, ADD=added is not None, KEEP=keep, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return [out, total, inverses]
 
@@ -124,7 +124,7 @@ class _Norm(torch.autograd.Function):
         sums = torch.empty(programs, width, dtype=torch.float32, device=rows.device)
         _backward_kernel[(programs,)](
             gradient, rows, weight, inverses, out, sums, count,
-            D=width, BLOCK=block, ROWS=per_program, num_warps=4,
+            D=width, BLOCK=block, ROWS=per_program, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return out, sums.sum(0).to(weight.dtype), None
 
