@@ -14,6 +14,7 @@ from trainfer.config.fields import (
     Section,
     Seed,
     Share,
+    ShareBelowAll,
     Text,
 )
 
@@ -84,7 +85,8 @@ class OptimConfig(Section, frozen=True, kw_only=True):
         NonNegative, Meta(description="AdamW's decoupled weight decay per optimizer step.")
     ] = 0.01
     betas: Annotated[
-        tuple[Share, Share], Meta(description="AdamW's decay rates of the first and second moment.")
+        tuple[ShareBelowAll, ShareBelowAll],
+        Meta(description="AdamW's decay rates of the first and second moment."),
     ] = (0.9, 0.999)
     total_training_steps: Annotated[
         CountOrAll, Meta(description="Steps that the schedule spans. -1: the number of steps of this run.")

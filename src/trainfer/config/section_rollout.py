@@ -9,12 +9,15 @@ from trainfer.config.fields import (
     Count,
     DType,
     NonNegative,
+    Positive,
     PositiveShare,
     Section,
     Share,
 )
 
 TopK = Annotated[int, Meta(ge=-1)]
+ALL_TOKENS = -1
+"""No top-k. verl writes 0 for its hf engine, and means the same."""
 
 
 class ValKwargsConfig(Section, frozen=True, kw_only=True):
@@ -24,13 +27,18 @@ class ValKwargsConfig(Section, frozen=True, kw_only=True):
     temperature: Annotated[
         NonNegative, Meta(description="Sampling temperature of validation. 0: greedy.")
     ] = 0.0
-    top_k: Annotated[TopK, Meta(description="Tokens kept by top-k in validation. -1: all.")] = -1
+    top_k: Annotated[TopK, Meta(description="Tokens kept by top-k in validation. -1 or 0: all.")] = ALL_TOKENS
     top_p: Annotated[
         PositiveShare, Meta(description="Probability mass kept by top-p in validation. 1: all.")
     ] = 1.0
     do_sample: Annotated[
         bool, Meta(description="Sample in validation. false: greedy decoding, whatever the temperature says.")
     ] = False
+
+    def __post_init__(self) -> None:
+        """One way to say that there is no top-k."""
+        if self.top_k == 0:
+            self._resolve("top_k", ALL_TOKENS)
 
 
 class AgentConfig(Section, frozen=True, kw_only=True):
@@ -55,9 +63,15 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     ] = "builtin"
     n: Annotated[Count, Meta(description="Sequences sampled per prompt: the size of a group.")] = 1
     temperature: Annotated[
-        NonNegative, Meta(description="Divides the logits before sampling and in the loss. 0: greedy.")
+        Positive,
+        Meta(
+            description="Divides the logits before sampling and in the loss. Above 0: greedy samples of one prompt "
+            "are all equal, and nothing could be learnt from them."
+        ),
     ] = 1.0
-    top_k: Annotated[TopK, Meta(description="Most probable tokens that may be drawn. -1: all.")] = -1
+    top_k: Annotated[TopK, Meta(description="Most probable tokens that may be drawn. -1 or 0: all.")] = (
+        ALL_TOKENS
+    )
     top_p: Annotated[
         PositiveShare, Meta(description="Probability mass of the tokens that may be drawn. 1: all.")
     ] = 1.0
@@ -122,5 +136,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Write the long dtype name and fill in what follows another key."""
         self._resolve("dtype", LONG_DTYPES[self.dtype])
+        if self.top_k == 0:
+            self._resolve("top_k", ALL_TOKENS)
         if self.log_prob_use_dynamic_bsz is None:
             self._resolve("log_prob_use_dynamic_bsz", self.log_prob_micro_batch_size_per_gpu is None)

@@ -73,6 +73,25 @@ def test_dynamic_batches_are_on_unless_a_micro_batch_size_is_given():
     assert load_config(None, [*MINIMAL, f"{key}=4"]).config.actor_rollout_ref.actor.use_dynamic_bsz is False
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (["trainfer.warmup.num_kv_heads=3"], "num_kv_heads=3 does not divide num_heads=4"),
+        (["trainfer.warmup.hidden_size=12"], "hidden_size=12 is no multiple of 2 x num_heads=8"),
+    ],
+)
+def test_a_warm_up_whose_heads_make_no_model_is_refused_with_its_key(overrides, rule):
+    with pytest.raises(ConfigError, match=rule) as caught:
+        load_config(None, ["data.train_files=a.parquet", *overrides])
+    assert "trainfer.warmup" in str(caught.value)
+
+
+def test_both_spellings_of_no_top_k_mean_the_same():
+    for section in ("rollout", "rollout.val_kwargs"):
+        key = f"actor_rollout_ref.{section}.top_k"
+        assert load_config(None, [*MINIMAL, f"{key}=0"]).config == load_config(None, MINIMAL).config
+
+
 def test_both_spellings_of_a_dtype_mean_the_same():
     both = [
         load_config(None, [*MINIMAL, f"actor_rollout_ref.rollout.dtype={word}"]).config
@@ -134,7 +153,9 @@ def test_all_problems_are_told_at_once_with_key_value_source_and_rule(write):
         ("data.truncation=up", "one of error, left, right, middle"),
         ("actor_rollout_ref.actor.optim.lr=0", "a number above 0"),
         ("actor_rollout_ref.actor.optim.lr=nan", "must be finite"),
-        ("actor_rollout_ref.actor.optim.betas=[0.9]", "a list of 2, each a number at least 0 and at most 1"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9]", "a list of 2, each a number at least 0 and below 1"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "at least 0 and below 1"),
+        ("actor_rollout_ref.rollout.temperature=0", "a number above 0"),
         ("actor_rollout_ref.rollout.top_p=1.5", "a number above 0 and at most 1"),
         ("trainer.logger=[console,printer]", "console, file, tensorboard, wandb, trackio"),
         ("data.train_files=[]", "a list, each text"),
