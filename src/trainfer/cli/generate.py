@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ENGINES = ("builtin", "hf")
+MAX_NEW_TOKENS = 256
+"""Unless the command line says otherwise, or the model has room for fewer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,8 @@ class Wanted:
     """The prompts are text as it stands, not chat messages."""
     samples_per_prompt: int
     seed: int
+    shortened: bool
+    """Responses may be as short as the model's positions make them."""
 
 
 @click.command("generate")
@@ -45,7 +49,11 @@ class Wanted:
 @click.option(
     "-n", "samples", type=click.IntRange(min=1), default=1, show_default=True, help="Responses per prompt."
 )
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    help=f"Default: {MAX_NEW_TOKENS}, or what the model has room for.",
+)
 @click.option(
     "--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0 is greedy."
 )
@@ -66,7 +74,7 @@ def command(
     system: str | None,
     raw: bool,
     samples: int,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -85,9 +93,20 @@ def command(
         raise ConfigError("--top-k 0 leaves no token to draw; use -1 for all, or a positive number.")
     if raw and system is not None:
         raise ConfigError("--system is a chat message and --raw uses no chat template; give one of them.")
-    wanted = Wanted(prompts=prompts, system=system, raw=raw, samples_per_prompt=samples, seed=seed)
+    wanted = Wanted(
+        prompts=prompts,
+        system=system,
+        raw=raw,
+        samples_per_prompt=samples,
+        seed=seed,
+        shortened=max_new_tokens is None,
+    )
     sampling = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        max_new_tokens=max_new_tokens or MAX_NEW_TOKENS,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
     )
     found = find_model(source)
     with tempfile.TemporaryDirectory(prefix="trainfer-") as scratch:
@@ -114,6 +133,8 @@ def sample(
     tokenizer = load_tokenizer(folder)
     prompts = [_prompt(index, text, wanted, tokenizer) for index, text in enumerate(wanted.prompts)]
     model = _load(folder, device=device, dtype=dtype)
+    if wanted.shortened:
+        sampling = replace(sampling, max_new_tokens=_fitting(sampling.max_new_tokens, prompts, model))
     plan = plan_rollout(
         prompts,
         samples_per_prompt=wanted.samples_per_prompt,
@@ -168,6 +189,12 @@ def _load(folder: Path, *, device: str, dtype: str | None) -> "PreTrainedModel":
     chosen = dtype or ("bfloat16" if device == "cuda" else "float32")
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     return load_model(folder, dtype=dtypes[chosen], device=device)
+
+
+def _fitting(max_new_tokens: int, prompts: Sequence[Prompt], model: "PreTrainedModel") -> int:
+    """As many tokens as fit behind the longest prompt, at least one."""
+    room = model.config.get_text_config().max_position_embeddings - max(len(p.token_ids) for p in prompts)
+    return max(1, min(max_new_tokens, room))
 
 
 def _check_room(requests: Sequence[GenerationRequest], model: "PreTrainedModel") -> None:

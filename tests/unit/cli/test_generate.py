@@ -51,6 +51,13 @@ def test_raw_text_and_a_system_message_change_the_prompt(model, capfd):
     assert len({tuple(r["logprobs"]) for r in (chat, raw, system)}) == 3
 
 
+def test_without_a_length_responses_fit_the_model(model, capfd):
+    found = responses(capfd, model, "-p", "abc", "--temperature", 0)[0]
+    prompt_tokens = len(byte_tokenizer()("abc")["input_ids"]) + 3  # user, end, assistant
+    assert len(found["token_ids"]) <= 64 - prompt_tokens
+    assert found["finish_reason"] == "stop" or len(found["token_ids"]) == 64 - prompt_tokens
+
+
 def test_plain_output_is_the_text(model, capfd):
     code, out, err = generate(capfd, model, "-p", "abc", "--temperature", 0, "--max-new-tokens", 4)
     text = responses(capfd, model, "-p", "abc", "--temperature", 0, "--max-new-tokens", 4)[0]["text"]
@@ -67,7 +74,7 @@ def test_plain_output_is_the_text(model, capfd):
         (["{model}", "-p", "a", "--top-k", "0"], "leaves no token"),
         (["{model}", "-p", "a", "--temperature", "-1"], "x>=0"),
         (["{model}", "-p", "a", "--raw", "--system", "b"], "give one of them"),
-        (["{model}", "-p", "a" * 60], "the model knows 64 positions"),
+        (["{model}", "-p", "a" * 80], "the model knows 64 positions"),
         (["{model}", "-p", "", "--raw"], "has no token"),
         (["{model}", "-p", "a", "--device", "cuda"], "finds no GPU"),
     ],
