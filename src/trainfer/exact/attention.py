@@ -11,8 +11,8 @@ runs again in the backward, when a context variable would long hold another micr
 
 Shapes decide bits. The CPU kernel sums in the same order for a row alone and for the same row in any
 batch if keys start at index 0, key lengths are ``safe_key_length`` and query blocks hold at least 4 rows;
-so both plans call ``causal_attention`` or ``decode_attention`` below and keep these rules. The constants
-were measured on one CPU with MKL; elsewhere results stay right, bitwise equality needs the calibration.
+so both plans call ``causal_attention`` or ``decode_attention`` below and keep these rules. ``calibration`` measures
+the safe lengths of a machine; with wrong ones results stay right, but are not bitwise equal.
 
 Leaves out: cross attention, bidirectional attention, attention sinks, position biases (refused by name).
 
@@ -28,17 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainfer.errors import ModelError
+from trainfer.exact.rules import KEY_BLOCK, key_lengths
 
 ATTENTION_NAME = "trainfer"
 """The name under which integrations register ``attention``."""
 
-KEY_BLOCK = 512
-"""Keys that the CPU kernel handles at a time; only the length within the last block matters."""
-KEY_MULTIPLE = 16
-"""Key lengths below a vector register's multiple go through another code path (float32, AVX-512)."""
-UNSAFE_AFTER = 192
-"""Lengths in the last block above this and below ``SAFE_AGAIN`` take another matrix kernel for P·V."""
-SAFE_AGAIN = 384
 QUERY_MULTIPLE = 16
 """Query rows per sequence in training and prefill; below 4 rows the kernel changes."""
 DECODE_QUERY_ROWS = 4
@@ -164,11 +158,7 @@ def round_up(count: int, multiple: int) -> int:
 
 def safe_key_length(length: int) -> int:
     """The smallest key length >= ``length`` whose masked tail changes no bit of the CPU kernel's result."""
-    blocks, rest = divmod(length, KEY_BLOCK)
-    rest = round_up(rest, KEY_MULTIPLE)
-    if UNSAFE_AFTER < rest < SAFE_AGAIN:
-        rest = SAFE_AGAIN
-    return blocks * KEY_BLOCK + rest
+    return key_lengths().padded(length)
 
 
 class QueryChunk(NamedTuple):
@@ -182,15 +172,15 @@ class QueryChunk(NamedTuple):
 def query_chunks(length: int, first: int = 0) -> list[QueryChunk]:
     """Split query rows ``first`` to ``length - 1`` so that each has only the keys it needs.
 
-    Ends lie at safe lengths, so that short rows never pay for ``SAFE_AGAIN`` keys: 208 rows give
-    ``[(0, 192, 192), (192, 208, 384)]``, 400 rows ``[(0, 192, 192), (192, 384, 384), (384, 400, 400)]``.
+    Ends lie at safe lengths, so that short rows never pay for keys that are there for padding: under ``rules.MEASURED``
+    208 rows give ``[(0, 192, 192), (192, 208, 384)]``, 400 rows ``[(0, 192, 192), (192, 384, 384), (384, 400, 400)]``.
     """
+    cuts = key_lengths().cuts
     chunks: list[QueryChunk] = []
     start = first
     while start < length:
         block = start // KEY_BLOCK * KEY_BLOCK
-        end = min(end for end in (block + UNSAFE_AFTER, block + SAFE_AGAIN, block + KEY_BLOCK) if end > start)
-        end = min(end, length)
+        end = min(length, next(block + cut for cut in cuts if block + cut > start))
         chunks.append(QueryChunk(start, end, safe_key_length(end)))
         start = end
     return chunks

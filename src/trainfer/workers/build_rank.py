@@ -21,6 +21,7 @@ from trainfer.train.rollout.engine import Engine
 from trainfer.train.update.master import MasterWeights, TrainableWeights
 from trainfer.train.update.sharded import ShardedWeights, Sharding
 from trainfer.workers.actor import ActorWorker, Offload
+from trainfer.workers.exactness import settle_exactness
 from trainfer.workers.mesh import Meshes
 from trainfer.workers.ref import RefWorker
 from trainfer.workers.settings import (
@@ -91,6 +92,7 @@ def load_engine(config: TrainConfig, model_folder: Path, device: torch.device, d
         share_prefixes=rollout.enable_prefix_caching,
     )
     model = load_model(model_folder, dtype=dtype, device=device)
+    settle_exactness(config, model, trains_in=compute_dtype(config))
     return make_engine(rollout.name, model=model, limits=limits)
 
 
