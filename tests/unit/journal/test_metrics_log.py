@@ -51,9 +51,13 @@ def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path):
     assert (tmp_path / "cut").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_a_new_start_without_checkpoint_begins_an_empty_file(tmp_path):
+def test_a_new_start_without_checkpoint_begins_an_empty_file_and_says_what_it_costs(tmp_path, caplog):
     write(tmp_path / "log", range(1, 4))
+    assert caplog.messages == []
     write(tmp_path / "log", [1])
+    assert caplog.messages == [
+        "3 step(s) after step 0 are in no checkpoint; their metrics are removed and they are trained again."
+    ]
     assert [step for step, _ in read_metrics(tmp_path / "log")] == [1]
 
 

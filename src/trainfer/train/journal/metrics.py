@@ -98,7 +98,7 @@ class MetricsLog:
         """Open ``path`` for the steps after ``resumed_step`` (0: a new run).
 
         Lines of later steps and a torn last line are cut off, so that the resumed run writes the file
-        that an uninterrupted run would have written.
+        that an uninterrupted run would have written; how many steps that costs is logged.
 
         Raises:
             RunFolderError: the file cannot be opened or cut.
@@ -109,12 +109,19 @@ class MetricsLog:
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             self._size = _bytes_up_to(path, resumed_step)
+            lost = _steps_from(path, self._size)
             os.ftruncate(self._descriptor, self._size)
         except OSError as error:
             raise RunFolderError(
                 f"Cannot write {path}: {error.strerror}. Give the run a folder it may write to "
                 "(trainer.default_local_dir)."
             ) from error
+        if lost:
+            logger.warning(
+                "%d step(s) after step %d are in no checkpoint; their metrics are removed and they are trained again.",
+                lost,
+                resumed_step,
+            )
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step. A full disk is a warning, once; the line is written later."""
@@ -171,3 +178,10 @@ def _bytes_up_to(path: Path, last_step: int) -> int:
                 logger.warning("%s holds a damaged line at byte %d; it is left as it is.", path, kept)
             kept += len(line)
     return kept
+
+
+def _steps_from(path: Path, offset: int) -> int:
+    """Whole steps that stand behind ``offset``."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return sum(decode_line(line) is not None for line, _ in _bounded_lines(file))
