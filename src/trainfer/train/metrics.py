@@ -25,7 +25,7 @@ def batch_metrics(
 
     ``critic/score/*`` and ``critic/rewards/*`` are over sequences (rewards are scores minus what a
     KL term took), ``critic/advantages/*`` over tokens that train, as in verl's
-    ``compute_data_metrics``. ``*/clip_ratio`` is the share of responses cut at their own limit of new
+    ``compute_data_metrics``; ``critic/returns/*`` are the same numbers, since GRPO has no critic. ``*/clip_ratio`` is the share of responses cut at their own limit of new
     tokens (verl: as long as the widest of the batch), and ``global_seqlen/*`` counts prompt + response.
     """
     advantages = list(
@@ -42,6 +42,7 @@ def batch_metrics(
         **_mean_max_min("critic/score", scores),
         **_mean_max_min("critic/rewards", rewards),
         **_mean_max_min("critic/advantages", advantages or [0.0]),
+        **_mean_max_min("critic/returns", advantages or [0.0]),
         **_mean_max_min("response_length", response_lengths),
         "response_length/clip_ratio": fmean(at_limit),
         **_mean_max_min("prompt_length", prompt_lengths),

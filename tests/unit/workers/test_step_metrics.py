@@ -26,6 +26,9 @@ def test_a_batch_by_hand():
             "critic/advantages/mean": (2.0 - 8.0) / 9,  # over tokens, not sequences
             "critic/advantages/max": 2.0,
             "critic/advantages/min": -1.0,
+            "critic/returns/mean": (2.0 - 8.0) / 9,
+            "critic/returns/max": 2.0,
+            "critic/returns/min": -1.0,
             "response_length/mean": 4.5,
             "response_length/max": 8.0,
             "response_length/min": 1.0,

@@ -53,9 +53,7 @@ class RunFolder:
         self._lock_descriptor = lock_descriptor
 
     @classmethod
-    def open(
-        cls, path: Path, *, config_text: str, plan_json: str, resume_mode: str, expected_bytes: int = 0
-    ) -> "RunFolder":
+    def open(cls, path: Path, *, config_text: str, plan_json: str, resume_mode: str) -> "RunFolder":
         """Create the folder or take up an existing run, and write ``config.yaml`` and ``plan.json``.
 
         Args:
@@ -64,7 +62,6 @@ class RunFolder:
             plan_json: the plan as JSON.
             resume_mode: as in verl. ``auto`` and ``resume_path`` take up an existing run, ``disable``
                 refuses a folder that already holds one: nothing is ever overwritten in silence.
-            expected_bytes: size of one checkpoint, where known: less free space is a warning.
 
         Raises:
             RunFolderError: the folder cannot be used for this run.
@@ -76,7 +73,7 @@ class RunFolder:
             existed = (path / "config.yaml").is_file()
             if existed and _has_steps(path):
                 _check_may_resume(path, config_text, resume_mode)
-            _warn_if_full(path, expected_bytes)
+            _warn_if_full(path)
             write_atomically(path / "plan.json", [plan_json.encode()])  # first: marks the folder as a run's
             write_atomically(path / "config.yaml", [config_text.encode()])
         except OSError as error:
@@ -103,11 +100,6 @@ class RunFolder:
     def rollouts(self) -> Path:
         """One file a step."""
         return self.path / "rollouts"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
 
     def consistency(self, step: int) -> Path:
         """Where the dumps of a captured step go."""
@@ -206,16 +198,14 @@ def _has_steps(path: Path) -> bool:
     )
 
 
-def _warn_if_full(path: Path, expected_bytes: int) -> None:
+def _warn_if_full(path: Path) -> None:
     free = shutil.disk_usage(path).free
-    needed = max(LOW_DISK_BYTES, 2 * expected_bytes)  # a new checkpoint is whole before an old one goes
-    if free < needed:
+    if free < LOW_DISK_BYTES:
         logger.warning(
-            "The disk of %s has %.2f GB free; this run may need %.2f GB (trainer.max_actor_ckpt_to_keep, "
-            "trainer.save_freq).",
+            "The disk of %s has %.2f GB free, and a new checkpoint is whole before an old one goes (trainer.save_freq, "
+            "trainer.max_actor_ckpt_to_keep).",
             path,
             free / 1e9,
-            needed / 1e9,
         )
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,9 +99,3 @@ def _number(value: float) -> float | str:
 
 def _numbers(values: Sequence[float]) -> list[float | str]:
     return [_number(value) for value in values]
-
-
-def rollout_steps(folder: Path) -> Iterator[int]:
-    """Steps that have a training rollout file, ascending."""
-    if folder.is_dir():
-        yield from sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit())
