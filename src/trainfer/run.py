@@ -20,7 +20,7 @@ from trainfer.types import SampledSequence
 from trainfer.workers.group import SyncProof
 from trainfer.workers.session import Session, open_session
 from trainfer.workers.settings import OldLogProbs
-from trainfer.workers.shaping import insist_on_exact, shape
+from trainfer.workers.shaping import shape
 from trainfer.workers.validation import metrics_of, score_sequence, validate
 
 
@@ -53,17 +53,15 @@ def run_steps(session: Session, *, watcher: Watcher | None = None) -> Iterator[S
     extra = validate_before(session, watcher)
     for step in session.steps:
         clock = StageClock(watcher)
-        records, proof, metrics = train_step(session, step, clock)
+        with session.consistency.captured(session.group, step):
+            records, proof, metrics = train_step(session, step, clock)
         validation = None
         if session.validates_after(step):
             with clock.stage("testing"):
                 validation = validate(session.inputs, session.group, session.validation_sampling)
             metrics |= metrics_of(session.inputs, validation)
         tokens = sum(len(record.sequence.token_ids) for record in records)
-        metrics |= timing_metrics(
-            clock.seconds(), total_tokens=tokens, num_ranks=session.inputs.plan.num_ranks
-        )
-        metrics |= extra
+        metrics |= extra | timing_metrics(clock.seconds(), total_tokens=tokens, num_ranks=session.num_ranks)
         session.journal.write(step, metrics, records, validation)
         checkpoint, extra = None, {}
         if session.saves_after(step):
@@ -80,6 +78,7 @@ def run_steps(session: Session, *, watcher: Watcher | None = None) -> Iterator[S
             validation=validation,
             checkpoint=checkpoint,
         )
+    session.consistency.finish()
 
 
 def validate_before(session: Session, watcher: Watcher) -> dict[str, float]:
@@ -116,7 +115,7 @@ def train_step(
         proof = group.sync_weights()
     ours = [None if scored is None else scored.sampled_logprobs for scored in old or update.scores]
     agreement = agreement_metrics(ours, [sequence.rollout_logprobs for sequence in sequences])
-    insist_on_exact(inputs.config, agreement)
+    session.exactness.check(group, step, sequences, ours, agreement)
     records = tuple(
         RolloutRecord(sequence=sequence, score=score, advantage=advantage, train_logprobs=logprobs)
         for sequence, score, advantage, logprobs in zip(

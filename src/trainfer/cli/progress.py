@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trainfer.check.report.captured import read_verdicts
 from trainfer.train.journal.checkpoints import list_checkpoints
 from trainfer.train.journal.digest import BITWISE, DIFF_MAX, SCORE, STEP_SECONDS, RunDigest, digest
 from trainfer.train.journal.metrics import read_metrics
@@ -29,6 +30,7 @@ _RECENT_STEPS = 20
 """Time left is reckoned from this many steps."""
 _WORTH_SAYING = 0.01
 """Share of near misses among the responses above which the closing summary speaks of them."""
+_SHOWN_VERDICTS = 6
 _STAGE_NAMES = {
     "gen": "sampling",
     "reward": "scoring",
@@ -218,6 +220,7 @@ def closing_summary(run: NextSteps) -> str:
         f"{ended}: {reached.num_steps} steps in {duration_text(reached.seconds)}.",
         *_reached_lines(reached),
     ]
+    lines += _captured_lines(run.folder)
     lines.append(f"  checkpoint   {checkpoints[-1][1] if checkpoints else 'none (trainer.save_freq)'}")
     commands = _commands(run, finished=reached.last_step >= run.total, has_checkpoint=bool(checkpoints))
     lines.append("Next:")
@@ -251,6 +254,17 @@ def _reached_lines(reached: RunDigest) -> list[str]:
             f"  weights      proven equal after {reached.proven_syncs:,} of {reached.checked_syncs:,} hand-overs"
         )
     return lines
+
+
+def _captured_lines(folder: Path) -> list[str]:
+    """Captured steps whose two sides were compared: verdicts, and the report of the first that is not good."""
+    verdicts = read_verdicts(folder)
+    if not verdicts:
+        return []
+    shown = ", ".join(f"step {item.step} {item.verdict}" for item in verdicts[:_SHOWN_VERDICTS])
+    more = len(verdicts) - _SHOWN_VERDICTS
+    page = next((item for item in verdicts if not item.is_good), verdicts[-1]).page
+    return [f"  consistency  {shown}{f' and {more} more' if more > 0 else ''}: {page}"]
 
 
 def _commands(run: NextSteps, *, finished: bool, has_checkpoint: bool) -> list[tuple[str, str]]:

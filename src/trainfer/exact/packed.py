@@ -115,10 +115,12 @@ def pack(
     return _assemble(layout, scored, targets, device, row_multiple)
 
 
-def pack_prompts(sequences: Sequence[Sequence[int]], *, device: torch.device | str) -> PackedBatch:
+def pack_prompts(
+    sequences: Sequence[Sequence[int]], *, device: torch.device | str, row_multiple: int = ROW_MULTIPLE
+) -> PackedBatch:
     """As ``pack``, scoring each sequence's last row, which predicts its next token; ``targets_S`` is empty."""
     last = [range(len(ids) - 1, len(ids)) for ids in sequences]
-    return _assemble(lay_out(sequences, None), last, [], device, ROW_MULTIPLE)
+    return _assemble(lay_out(sequences, None), last, [], device, row_multiple)
 
 
 def _assemble(

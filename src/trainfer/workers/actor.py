@@ -5,7 +5,7 @@ neither samples nor decides which sequences it gets: see ``local_group.py``.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,11 @@ from trainfer.train.update.batch import MiniBatch
 from trainfer.train.update.checkpoint import load_training_state, save_training_state
 from trainfer.train.update.logprob import ForwardLimit, score_sequences
 from trainfer.train.update.master import TrainableWeights
+from trainfer.train.update.prompts import forward_prompts, prompts_of
 from trainfer.train.update.sharded import move_optimizer_state
 from trainfer.train.update.trainer import Trainer, TrainerSettings, UpdateResult
-from trainfer.types import SampledSequence, TokenScores
+from trainfer.types import SampledSequence, SamplingParams, TokenScores
+from trainfer.workers.watching import CaptureOrder, Recorded, StepCapture, prompts_recorded, watched
 
 HOST = torch.device("cpu")
 
@@ -62,6 +64,8 @@ class ActorWorker:
         self._device = torch.device(device)
         self._shard = shard
         self._offload = offload or Offload()
+        self._order: CaptureOrder | None = None
+        self._filtered: dict[tuple[int, ...], Recorded] = {}
         self._put_away()
 
     @property
@@ -84,6 +88,11 @@ class ActorWorker:
         """The module that computes: what a rollout engine must equal."""
         return self.weights.compute
 
+    def watch(self, order: CaptureOrder | None) -> None:
+        """Capture the pass that ``order`` names from now on; None ends it."""
+        self._order = order
+        self._filtered = {}
+
     def old_logprobs(
         self,
         sequences: Sequence[SampledSequence],
@@ -91,8 +100,8 @@ class ActorWorker:
     ) -> list[TokenScores]:
         """Score the responses, without gradient, in the order given; see ``score_sequences``."""
         model: CausalModel = self.weights.compute
-        with self.at_work():
-            return score_sequences(
+        with self.at_work(), self._watched("old_log_prob") as watching:
+            scores = score_sequences(
                 model,
                 sequences,
                 limit=self._log_prob_limit,
@@ -100,11 +109,56 @@ class ActorWorker:
                 micro_batches=micro_batches,
                 shard=self._shard,
             )
+            if self._order is not None:
+                recorded = [_recorded(*pair) for pair in zip(sequences, scores, strict=True)]
+                self._filtered = {item.token_ids: item for item in recorded if item.sampling.filters}
+                if watching is not None:
+                    watching.record(recorded)
+        return scores
 
     def update(self, mini_batches: Sequence[MiniBatch]) -> UpdateResult:
-        """One optimizer step per mini-batch."""
-        with self.at_work(optimizer=True):
-            return self.trainer.update(mini_batches)
+        """One optimizer step per mini-batch; none where a captured step is to see prompts alone."""
+        order = self._order
+        with self.at_work(optimizer=True), self._watched("update") as watching:
+            if order is not None and order.prompts_only:
+                self._see_prompts(mini_batches[: order.mini_batches_per_epoch], watching)
+                return self.trainer.skip_update()
+            if watching is None:
+                return self.trainer.update(mini_batches)
+
+            def record(scores: Sequence[TokenScores]) -> None:
+                watching.record(self._recorded_update(mini_batches[0], scores))
+                watching.close()  # what later mini-batches see are other weights
+
+            return self.trainer.update(mini_batches, on_first_scores=record)
+
+    def _see_prompts(self, mini_batches: Sequence[MiniBatch], watching: StepCapture | None) -> None:
+        model: CausalModel = self.weights.compute
+        for batch in mini_batches:
+            forward_prompts(
+                model, batch, limit=self.trainer.settings.limit, device=self._device, shard=self._shard
+            )
+        if watching is not None:
+            watching.record(prompts_recorded([ids for batch in mini_batches for ids in prompts_of(batch)]))
+
+    def _recorded_update(self, batch: MiniBatch, scores: Sequence[TokenScores]) -> list[Recorded]:
+        """Log-probs of the update's own forward; where the engine filters, the filtered ones of the old-log-prob pass."""
+        return [
+            self._filtered.get(sequence.token_ids)
+            or Recorded(
+                token_ids=sequence.token_ids,
+                prompt_length=sequence.prompt_length,
+                logprobs=scored.logprobs,
+                sampling=SamplingParams(
+                    max_new_tokens=len(scored.logprobs), temperature=sequence.temperature
+                ),
+            )
+            for sequence, scored in zip(batch.sequences, scores, strict=True)
+        ]
+
+    def _watched(self, pass_name: str) -> AbstractContextManager[StepCapture | None]:
+        order = self._order if self._order is not None and self._order.train_pass == pass_name else None
+        return watched(self.model, order, side="train", pass_name=pass_name, version=self.weights_version)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, random generators and counters below ``folder``."""
@@ -138,3 +192,12 @@ class ActorWorker:
             self.weights.move(HOST)
         if self._offload.optimizer:
             move_optimizer_state(self.trainer.optimizer, HOST)
+
+
+def _recorded(sequence: SampledSequence, scores: TokenScores) -> Recorded:
+    return Recorded(
+        token_ids=sequence.token_ids,
+        prompt_length=len(sequence.prompt.token_ids),
+        logprobs=scores.sampled_logprobs,
+        sampling=sequence.sampling,
+    )

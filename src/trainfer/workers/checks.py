@@ -28,12 +28,6 @@ def _processes(config: TrainConfig, plan: StepPlan) -> Iterator[str]:
     yield from _ranks(config, plan)
     if trainer.val_only:
         yield "trainer.val_only=true: validating alone is `trainfer eval CONFIG.yaml`; set it to false to train."
-    capture = config.trainfer.consistency
-    if capture.steps or capture.every:
-        yield (
-            "trainfer.consistency.steps and .every ask for captured activations, which this version does not write while "
-            "training; leave them out (log-prob agreement is measured at every step without them)."
-        )
     actor, ref = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config
     one = plan.num_ranks == 1
     if (

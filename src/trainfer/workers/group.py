@@ -16,6 +16,7 @@ from trainfer.types import (
     TokenScores,
     TrainingSequence,
 )
+from trainfer.workers.watching import CaptureOrder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +27,22 @@ class UpdateReport:
     """Under verl's names, e.g. ``actor/pg_loss``; means over the optimizer steps."""
     optimizer_steps: int
     skipped_steps: int
-    """Optimizer steps left out because a gradient was not finite."""
+    """Optimizer steps left out because a gradient was not finite, or because the step only watches prompts."""
     weights_version: int
     scores: tuple[TokenScores | None, ...]
     """Per sequence, under the policy at the start of the update, no filter applied; None for sequences outside
     the first mini-batch, which that policy did not see in the update."""
+
+    @classmethod
+    def left_out(cls, *, optimizer_steps: int, sequences: int, weights_version: int) -> "UpdateReport":
+        """Of an update that saw prompts alone."""
+        return cls(
+            metrics={"actor/skipped_steps": float(optimizer_steps)},
+            optimizer_steps=optimizer_steps,
+            skipped_steps=optimizer_steps,
+            weights_version=weights_version,
+            scores=(None,) * sequences,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +91,14 @@ class WorkerGroup(Protocol):
 
     def sync_weights(self) -> SyncProof:
         """Hand the actor's weights to the engine and prove that they arrived."""
+        ...
+
+    def watch(self, order: CaptureOrder | None) -> str | None:
+        """Capture both sides on every rank from now on, as ordered; None ends it.
+
+        Returns:
+            Why the engine cannot be watched, where it cannot: then nothing is captured.
+        """
         ...
 
     def save_checkpoint(self, folder: Path) -> None:

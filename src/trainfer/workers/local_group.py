@@ -23,7 +23,8 @@ from trainfer.types import (
 from trainfer.workers.actor import ActorWorker
 from trainfer.workers.group import SyncProof, UpdateReport
 from trainfer.workers.ref import RefWorker
-from trainfer.workers.rollout import RolloutWorker
+from trainfer.workers.rollout import NOT_HERE, RolloutWorker
+from trainfer.workers.watching import CaptureOrder
 from trainfer.workers.weights import sync_weights
 
 ACTOR_FOLDER = "actor"
@@ -98,6 +99,10 @@ class LocalGroup:
             update=self._actor.updates,
         )
         result = self._actor.update([MiniBatch.whole([sequences[i] for i in step]) for step in steps])
+        if not result.steps:
+            return UpdateReport.left_out(
+                optimizer_steps=len(steps), sequences=len(sequences), weights_version=self.weights_version
+            )
         has_kl = sequences[0].ref_logprobs is not None
         scores: list[TokenScores | None] = [None] * len(sequences)
         for index, score in zip(steps[0], result.first_scores, strict=True):
@@ -118,6 +123,14 @@ class LocalGroup:
             version=self._actor.weights_version,
             dtype=self._rollout_dtype,
         )
+
+    def watch(self, order: CaptureOrder | None) -> str | None:
+        """Capture both sides from now on, as ordered; None ends it."""
+        if order is not None and self._rollout.module is None:
+            return NOT_HERE
+        self._rollout.watch(order)
+        self._actor.watch(order)
+        return None
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write ``actor/`` and ``huggingface/`` (config and tokenizer) below ``folder``."""

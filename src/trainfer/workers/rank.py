@@ -26,7 +26,8 @@ from trainfer.workers.build_rank import DTYPES, build_actor, build_ref, load_eng
 from trainfer.workers.group import SyncProof
 from trainfer.workers.mesh import make_meshes
 from trainfer.workers.ref import RefWorker
-from trainfer.workers.rollout import RolloutWorker
+from trainfer.workers.rollout import NOT_HERE, RolloutWorker
+from trainfer.workers.watching import CaptureOrder
 from trainfer.workers.weights import send_weights
 
 Answer_co = TypeVar("Answer_co", covariant=True)
@@ -190,6 +191,21 @@ class SendWeights:
                 version=worker.actor.weights_version,
                 dtype=worker.rollout_dtype,
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """Capture what both sides compute from now on; None ends it."""
+
+    order: CaptureOrder | None
+
+    def run(self, worker: RankWorker) -> str | None:
+        """Why the engine cannot be watched, where it cannot."""
+        if self.order is not None and worker.rollout.module is None:
+            return NOT_HERE
+        worker.rollout.watch(self.order)
+        worker.actor.watch(self.order)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

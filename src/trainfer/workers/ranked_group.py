@@ -37,9 +37,11 @@ from trainfer.workers.rank import (
     SendWeights,
     Transport,
     Update,
+    Watch,
 )
 from trainfer.workers.settings import old_log_prob_limit, ref_log_prob_limit, trainer_settings
 from trainfer.workers.shares import mini_batch_shares, shares
+from trainfer.workers.watching import CaptureOrder
 from trainfer.workers.weights import insist
 
 T = TypeVar("T")
@@ -141,6 +143,10 @@ class RankedGroup:
         results = [result for result, _ in answers]
         self._counters = _agreed([counters for _, counters in answers])
         statistics = _added_up(results)
+        if not statistics:
+            return UpdateReport.left_out(
+                optimizer_steps=len(steps), sequences=len(sequences), weights_version=self.weights_version
+            )
         scores: list[TokenScores | None] = [None] * len(sequences)
         for (share, _), result in zip(divided[0], self._leading(results), strict=True):
             for index, score in zip(share.indices, result.first_scores, strict=True):
@@ -163,6 +169,11 @@ class RankedGroup:
         proof = replace(proofs[0], mismatched=tuple(mismatched))
         insist(proof)
         return proof
+
+    def watch(self, order: CaptureOrder | None) -> str | None:
+        """Capture both sides on every rank from now on, as ordered; None ends it."""
+        answers = self._transport.call([Watch(order=order)] * self._setup.plan.num_ranks)
+        return next((reason for reason in answers if reason is not None), None)
 
     def save_checkpoint(self, folder: Path) -> None:
         """Write ``actor/`` and ``huggingface/`` (config and tokenizer) below ``folder``.

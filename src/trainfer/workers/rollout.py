@@ -6,10 +6,13 @@ engine's own (``train.rollout.engine``).
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainfer.train.rollout.engine import Engine
+from trainfer.train.rollout.engine import Engine, HasModule
 from trainfer.types import Completion, GenerationRequest
+from trainfer.workers.watching import CaptureOrder, Recorded, StepCapture, prompts_recorded, watched
+
+NOT_HERE = "the engine computes with no module of this process"
 
 
 class RolloutWorker:
@@ -18,12 +21,28 @@ class RolloutWorker:
     def __init__(self, engine: Engine) -> None:
         """Take over ``engine``."""
         self.engine = engine
+        self._order: CaptureOrder | None = None
+
+    @property
+    def module(self) -> nn.Module | None:
+        """What the engine computes with, where it can be watched from this process."""
+        return self.engine.module if isinstance(self.engine, HasModule) else None
+
+    def watch(self, order: CaptureOrder | None) -> None:
+        """Capture what is sampled from now on; None ends it."""
+        self._order = order
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_tokens: Callable[[int], None] | None = None
     ) -> list[Completion]:
         """Sample, in the order of the requests."""
-        return self.engine.generate(requests, on_tokens=on_tokens)
+        order = self._order if requests else None
+        version = self.engine.weights_version
+        with watched(self.module, order, side="rollout", pass_name=None, version=version) as watching:
+            completions = self.engine.generate(requests, on_tokens=on_tokens)
+            if watching is not None and order is not None:
+                _record(watching, order, requests, completions)
+        return completions
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Replace all weights."""
@@ -36,3 +55,25 @@ class RolloutWorker:
     def close(self) -> None:
         """Free the engine."""
         self.engine.close()
+
+
+def _record(
+    watching: StepCapture,
+    order: CaptureOrder,
+    requests: Sequence[GenerationRequest],
+    completions: Sequence[Completion],
+) -> None:
+    if order.prompts_only:
+        watching.record(prompts_recorded([request.prompt_ids for request in requests]))
+        return
+    watching.record(
+        [
+            Recorded(
+                token_ids=request.prompt_ids + completion.token_ids,
+                prompt_length=len(request.prompt_ids),
+                logprobs=completion.logprobs,
+                sampling=request.sampling,
+            )
+            for request, completion in zip(requests, completions, strict=True)
+        ]
+    )

@@ -5,6 +5,7 @@ cheap to check is checked before the run folder is touched, and that before a mo
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,11 @@ from trainfer.train.journal.metrics import MetricsLog
 from trainfer.train.journal.rollouts import RolloutRecord, remove_rollouts_after, write_rollouts
 from trainfer.types import SamplingParams
 from trainfer.workers.build import build_group, find_model_folder
+from trainfer.workers.consistency import Consistency, Switches, read_switches
 from trainfer.workers.group import SyncProof, WorkerGroup
 from trainfer.workers.inputs import Inputs, read_inputs
 from trainfer.workers.settings import Stages, stages, training_sampling, validation_sampling
+from trainfer.workers.violation import Exactness
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,13 @@ class Session:
     stages: Stages
     training_sampling: SamplingParams
     validation_sampling: SamplingParams
+    consistency: Consistency
+    exactness: Exactness
+
+    @property
+    def num_ranks(self) -> int:
+        """That train together."""
+        return self.inputs.plan.num_ranks
 
     @property
     def total(self) -> int:
@@ -100,7 +110,8 @@ class Session:
         return step == self.total or (every > 0 and step % every == 0)
 
     def close(self) -> None:
-        """End the workers, close the journal."""
+        """End comparisons and workers, close the journal."""
+        self.consistency.comparisons.close()
         self.group.close()
         self.journal.close()
 
@@ -127,6 +138,7 @@ def open_session(
     Raises:
         TrainferError: of the kind of whatever is wrong.
     """
+    switches = read_switches(os.environ)
     inputs = read_inputs(loaded)
     config = inputs.config
     assert config.trainer.default_local_dir is not None, "the schema fills it in"
@@ -137,7 +149,7 @@ def open_session(
         resume_mode=config.trainer.resume_mode,
     )
     try:
-        return _open_in(folder, inputs, make_group, on_warmup)
+        return _open_in(folder, inputs, switches, make_group, on_warmup)
     except BaseException:
         folder.close()
         raise
@@ -146,6 +158,7 @@ def open_session(
 def _open_in(
     folder: RunFolder,
     inputs: Inputs,
+    switches: Switches,
     make_group: Callable[[Inputs, Path], WorkerGroup],
     on_warmup: Callable[[int, float], None] | None,
 ) -> Session:
@@ -167,6 +180,15 @@ def _open_in(
         logger.info("Resumed from %s: step %d is next.", checkpoint, steps.start)
     proof = group.sync_weights()
     stop_ids = stop_token_ids(model_folder, inputs.tokenizer)
+    consistency = Consistency(
+        config.trainfer.consistency,
+        switches,
+        run_folder=folder.path,
+        first_step=steps.start,
+        plan=inputs.plan,
+        model_folder=model_folder,
+        run_config=inputs.loaded.settings.nested(),
+    )
     return Session(
         inputs=inputs,
         group=group,
@@ -175,6 +197,8 @@ def _open_in(
         stages=stages(config, inputs.plan),
         training_sampling=training_sampling(config, stop_token_ids=stop_ids),
         validation_sampling=validation_sampling(config, stop_token_ids=stop_ids),
+        consistency=consistency,
+        exactness=Exactness(config, consistency, num_ranks=inputs.plan.num_ranks),
     )
 
 

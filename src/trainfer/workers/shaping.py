@@ -78,18 +78,22 @@ def _near_misses(sequences: Sequence[SampledSequence]) -> float:
     )
 
 
-def insist_on_exact(config: TrainConfig, agreement: dict[str, float]) -> None:
+BITWISE = "mismatch/bitwise_equal_fraction"
+
+
+def insist_on_exact(config: TrainConfig, agreement: dict[str, float], found: str = "") -> None:
     """Stop where ``trainfer.exact=true`` and some token's two log-probs differ by even one bit.
 
     Raises:
-        EngineError: says how many.
+        EngineError: says how many, and what was ``found`` about it.
     """
-    fraction = agreement.get("mismatch/bitwise_equal_fraction", 1.0)
+    fraction = agreement.get(BITWISE, 1.0)
     if config.trainfer.exact == "true" and fraction < 1.0:
         raise EngineError(
             f"trainfer.exact=true, but {1 - fraction:.3%} of this step's tokens have other log-probs in the trainer than "
             f"in the rollout (largest difference {agreement['mismatch/logp_abs_diff_max']:.3g}). Use rollout.name=builtin "
             "with equal dtypes (rollout.dtype, actor.fsdp_config.dtype), or trainfer.exact=auto to go on and measure."
+            + (f"\n{found}" if found else "")
         )
 
 

@@ -22,7 +22,6 @@ def test_a_plain_configuration_passes():
         ),
         (("trainer.n_gpus_per_node=2", f"{ROLLOUT}.name=scripted"), "in the order of its file"),
         (("trainer.val_only=true",), "trainfer eval"),
-        (("trainfer.consistency.every=5",), "consistency"),
         (
             (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2"),
             "rollout_rs=token_k1",

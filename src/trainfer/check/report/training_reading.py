@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import yaml
 
+from trainfer.check.report.captured import StepVerdict, read_verdicts
 from trainfer.errors import RunFolderError
 
 Json = dict[str, Any]
@@ -26,6 +27,7 @@ MAX_SAMPLE_LINES = 2_000
 MAX_SAMPLE_CHARACTERS = 1_500
 NUM_SAMPLES = 4
 MAX_SERIES = 64
+MAX_CAPTURED = 50
 
 SHOWN = (
     "critic/score/mean",
@@ -85,6 +87,8 @@ class RunRecord:
     config_text: str = ""
     plan_text: str = ""
     versions: str = ""
+    captured: tuple[StepVerdict, ...] = ()
+    """Steps whose two sides were captured and compared; at most ``MAX_CAPTURED``, the last ones."""
     notes: list[str] = field(default_factory=list[str])
     """What could not be read, in words."""
 
@@ -106,6 +110,7 @@ def read_run(folder: Path) -> RunRecord:
     record = RunRecord(name=name, model=model, config_text=config_text, notes=notes)
     record.plan_text = _text(folder / "plan.json", notes)
     record.versions = _versions(folder / "starts.jsonl")
+    record.captured = read_verdicts(folder)[-MAX_CAPTURED:]
     _read_metrics(metrics, record)
     if record.num_steps == 0:
         raise RunFolderError(f"{metrics} holds no readable step yet: wait for the first step of the run.")

@@ -70,6 +70,11 @@ class BuiltinEngine:
         """Of the last call."""
 
     @property
+    def module(self) -> nn.Module:
+        """What it computes with."""
+        return self._model
+
+    @property
     def weights_version(self) -> int:
         """Number of optimizer steps behind the weights."""
         return self._weights_version

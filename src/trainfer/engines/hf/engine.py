@@ -104,6 +104,11 @@ class HfEngine:
         self._is_complete = True
 
     @property
+    def module(self) -> nn.Module:
+        """What it computes with."""
+        return self._model
+
+    @property
     def weights_version(self) -> int:
         """Number of optimizer steps behind the weights."""
         return self._weights_version

@@ -5,9 +5,9 @@ Transformers names, as plain tensors; an engine maps them to its own layout.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainfer.types import Completion, GenerationRequest
 
@@ -42,4 +42,14 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds."""
+        ...
+
+
+@runtime_checkable
+class HasModule(Protocol):
+    """An engine that computes with a module of this process, which a probe can watch at work."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module; hooks on it see every forward, and change no token."""
         ...

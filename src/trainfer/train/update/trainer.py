@@ -15,7 +15,7 @@ mini-batch's forward, made before any weight moved, for the agreement check: no 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -121,8 +121,16 @@ class Trainer:
             fused=self._device.type == "cuda",
         )
 
-    def update(self, mini_batches: Sequence[MiniBatch]) -> UpdateResult:
-        """One optimizer step per mini-batch, in order; then the schedule moves on by one."""
+    def update(
+        self,
+        mini_batches: Sequence[MiniBatch],
+        *,
+        on_first_scores: Callable[[tuple[TokenScores, ...]], None] | None = None,
+    ) -> UpdateResult:
+        """One optimizer step per mini-batch, in order; then the schedule moves on by one.
+
+        ``on_first_scores`` gets ``UpdateResult.first_scores`` before any weight moves.
+        """
         stored = all(s.old_logprobs is not None for batch in mini_batches for s in batch.sequences)
         assert stored or len(mini_batches) == 1, "a second optimizer step needs stored old log-probs"
         learning_rate = self.settings.learning_rate.at(self.updates)
@@ -132,7 +140,10 @@ class Trainer:
         first_scores: tuple[TokenScores, ...] = ()
         for number, mini_batch in enumerate(mini_batches):
             sums, scores = self.forward_backward(mini_batch)
-            first_scores = tuple(scores) if number == 0 else first_scores
+            if number == 0:
+                first_scores = tuple(scores)
+                if on_first_scores is not None:
+                    on_first_scores(first_scores)
             grad_norm, skipped = self._optimizer_step()
             steps.append(
                 _step_statistics(
@@ -145,6 +156,11 @@ class Trainer:
             )
         self.updates += 1
         return UpdateResult(steps=tuple(steps), first_scores=first_scores)
+
+    def skip_update(self) -> UpdateResult:
+        """An update that is left out: no weight moves, the schedule and the order of later updates do."""
+        self.updates += 1
+        return UpdateResult(steps=(), first_scores=())
 
     def forward_backward(self, mini_batch: MiniBatch) -> tuple[Tensor, list[TokenScores]]:
         """Add the mini-batch's gradient to ``.grad`` of the master parameters.
