@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SideContent, Written
+from dump_by_hand import SideContent, Written
 
 import trainfer
 from trainfer.check.dump.records import Role
@@ -209,7 +209,7 @@ def test_a_missing_parameter_is_named(write_side):
 
 
 def test_tensor_parallel_shards_are_gathered(tmp_path: Path):
-    from conftest import write
+    from dump_by_hand import write
 
     for rank in range(2):
         part = Written("model.layers.0.mlp.up_proj", X[:, 4 * rank : 4 * rank + 4].contiguous())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import HOSTILE, make_diagnosis
 from playwright.sync_api import Browser, Page, sync_playwright
+from report_toy import HOSTILE, make_diagnosis
 
 from trainfer.check.diagnose import Diagnosis
 from trainfer.check.report.comparison import EQUAL, NOT_FINITE, encode_errors, script_json

@@ -2,7 +2,7 @@
 
 Takes a comparison; gives the first stage that diverged and, within it, the first module in the order of
 execution that is further off than its own inputs explain. A module that contains the fault, or comes after it,
-inherits it and is not first. Issue of a replay: none here; where one is at hand, it decides (see ``causes``).
+inherits it and is not first. There is no replay here; where one is at hand, it decides.
 """
 
 import numpy as np

@@ -8,7 +8,7 @@ the replay that says more puts its causes in the place of ``_module_causes``.
 from collections.abc import Mapping
 
 from trainfer.check.compare.judge import module_label
-from trainfer.check.compare.records import Comparison, Status, Verdict
+from trainfer.check.compare.records import Comparison, PointResult, Status, Verdict
 from trainfer.check.explain.first import first_divergence, first_point
 from trainfer.check.explain.fixes import fix_for
 from trainfer.check.explain.logprobs import logprob_causes
@@ -91,6 +91,8 @@ def _module_causes(comparison: Comparison) -> list[Cause]:
     if found is None:
         return []
     result, rows = found
+    if result.point.part == "index":
+        return [_routing(result, int(rows.sum()))]
     metrics = result.metrics
     evidence = [
         f"{int(rows.sum())} of {len(rows)} rows are off by themselves; worst relative error {result.worst:.3g}, "
@@ -109,6 +111,20 @@ def _module_causes(comparison: Comparison) -> list[Cause]:
             fix=fix_for("module.unknown"),
         )
     ]
+
+
+def _routing(result: PointResult, flipped: int) -> Cause:
+    """Whole numbers that a module gives are choices: other experts."""
+    text = f"{flipped} of {len(result.errors)} rows choose other experts; what follows in these rows is a consequence"
+    return Cause(
+        cause="moe.routing",
+        stage="modules",
+        module=result.point.module,
+        share_explained=None,
+        confirmed=False,
+        evidence=(text,),
+        fix=fix_for("moe.routing"),
+    )
 
 
 def _batch_causes(comparison: Comparison) -> list[Cause]:
