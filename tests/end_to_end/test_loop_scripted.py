@@ -20,7 +20,7 @@ from trainfer.errors import (
 )
 from trainfer.integrations.transformers.load import byte_tokenizer, save_model, tiny_model
 from trainfer.run import train
-from trainfer.workers import build
+from trainfer.workers import build_rank
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_exact_true_refuses_such_a_rollout(world, tmp_path):
         ("actor_rollout_ref.model.path=nowhere", ModelError, "nowhere"),
         ("actor_rollout_ref.model.path=null", ConfigError, "trainfer.warmup"),
         ("data.max_response_length=2048", ConfigError, "knows 2048 positions"),
-        ("trainer.n_gpus_per_node=2", ConfigError, "one process"),
+        ("trainer.n_gpus_per_node=2", ConfigError, "answers in the order of its file"),
         ("trainer.resume_mode=resume_path", CheckpointError, "resume_from_path"),
         ("trainer.total_training_steps=0", ConfigError, "total_training_steps"),
     ],
@@ -119,13 +119,13 @@ def test_mistakes_are_told_before_any_model_is_loaded(world, tmp_path, monkeypat
     def load_model(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(build, "load_model", load_model)
+    monkeypatch.setattr(build_rank, "load_model", load_model)
     with pytest.raises(error, match=words):
         list(train(configured(world, tmp_path / "run", override)))
 
 
 def test_a_run_folder_that_is_a_file_is_refused_before_any_model_is_loaded(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "load_model", None)
+    monkeypatch.setattr(build_rank, "load_model", None)
     (tmp_path / "run").write_text("in the way")
     with pytest.raises(RunFolderError, match="existing file"):
         list(train(configured(world, tmp_path / "run")))
