@@ -205,6 +205,9 @@ def test_a_script_may_be_a_function_and_must_be_whole():
     assert engine.generate([request((5,))])[0].token_ids == (5,)
     with pytest.raises(EngineError, match="2 tokens and 1 log-probs"):
         engine.generate([request((5, 6))])
+    endless = make_engine("scripted", answers=[ScriptedAnswer(token_ids=(7,) * 5, logprobs=(0.0,) * 5)])
+    with pytest.raises(EngineError, match="5 tokens, and at most 4 may be sampled"):
+        endless.generate([request((5,))])
     weight = torch.ones(3)
     engine.load_weights([("w", weight)], version=4)
     assert (engine.weights_version, engine.weight_fingerprints()) == (4, {"w": fingerprint(weight)})

@@ -52,7 +52,8 @@ class ScriptedEngine:
         """Answer each request.
 
         Raises:
-            EngineError: The list is used up, or an answer's tokens and log-probs differ in number.
+            EngineError: The list is used up, or an answer's tokens and log-probs differ in number, or it is longer
+                than the request allows.
         """
         return [self._complete(request, on_tokens) for request in requests]
 
@@ -62,6 +63,11 @@ class ScriptedEngine:
             raise EngineError(
                 f"request {request.request_id!r}: the scripted answer has {len(answer.token_ids)} tokens and "
                 f"{len(answer.logprobs)} log-probs; give at least one token, and one log-prob each"
+            )
+        if len(answer.token_ids) > request.sampling.max_new_tokens:
+            raise EngineError(
+                f"request {request.request_id!r}: the scripted answer has {len(answer.token_ids)} tokens, and at most "
+                f"{request.sampling.max_new_tokens} may be sampled; shorten it or raise data.max_response_length"
             )
         if on_tokens is not None:
             on_tokens(len(answer.token_ids))
