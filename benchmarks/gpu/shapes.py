@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from trainfer.exact.attention import ATTENTION_NAME
 from trainfer.exact.linear import route_linears
-from trainfer.exact.norm import route_norms
+from trainfer.exact.routed import route_modules
 from trainfer.integrations.transformers.register import register_attention
 from trainfer.types import GenerationRequest, SamplingParams
 
@@ -31,7 +31,7 @@ def qwen3_06b(*, attention: str = ATTENTION_NAME, dtype: torch.dtype = torch.bfl
         model.lm_head.weight.mul_(3)
     if attention == ATTENTION_NAME:
         route_linears(model)
-        route_norms(model)
+        route_modules(model)
     return model.eval()
 
 

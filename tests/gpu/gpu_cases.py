@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from trainfer.exact.attention import ATTENTION_NAME
 from trainfer.exact.linear import route_linears
-from trainfer.exact.norm import route_norms
 from trainfer.exact.packed import pack
+from trainfer.exact.routed import route_modules
 from trainfer.exact.scores import forward_scores
 from trainfer.integrations.transformers.load import tiny_model
 from trainfer.integrations.transformers.register import register_attention
@@ -44,7 +44,7 @@ def qwen3_06b() -> PreTrainedModel:
     with torch.no_grad():
         model.lm_head.weight.mul_(3)
     route_linears(model)
-    route_norms(model)
+    route_modules(model)
     return model.eval()
 
 

@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from trainfer.exact.attention import AttentionForm
-from trainfer.exact.fingerprint import partial_fingerprint
+from trainfer.exact.fingerprint import fingerprints, partial_fingerprint
 from trainfer.exact.gpu_attention import decode_forward
-from trainfer.exact.gpu_fused import rope_and_store, silu_product
+from trainfer.exact.gpu_fused import rope_and_store
 from trainfer.exact.gpu_linear import (
     LARGE_TILE,
     SMALL_TILES,
@@ -23,6 +23,7 @@ from trainfer.exact.gpu_linear import (
 )
 from trainfer.exact.gpu_norm import add_norm, rms_norm
 from trainfer.exact.gpu_plan import gpu_plan
+from trainfer.exact.gpu_rows import rotate, silu_product
 from trainfer.exact.gpu_scores import row_scores
 from trainfer.exact.layout import lay_out
 from trainfer.exact.plan import plan_layout
@@ -187,7 +188,7 @@ def test_silu_equals_torch_for_every_bfloat16():
     gate = gate[torch.isfinite(gate)]
     for factor in (1.0, 0.3):
         up = torch.full_like(gate, factor)
-        ours = silu_product(torch.cat([gate, up])[None])[0]
+        ours = silu_product(gate, up)
         theirs = F.silu(gate) * up
         assert torch.equal(ours, theirs), (
             gate[ours != theirs][:5],
@@ -222,3 +223,49 @@ def test_fingerprint_sums_are_those_of_the_cpu(dtype, count, start):
     values = (torch.randn(count) * 100).to(dtype)
     expected = partial_fingerprint(values, start)
     assert torch.equal(partial_fingerprint(values.cuda(), start).cpu(), expected)
+
+
+def test_silu_product_has_the_gradient_of_the_eager_operators():
+    gate, up, gradient = (random(100, 3072, seed=i) for i in range(3))
+    ours = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
+    theirs = [gate.double().requires_grad_(), up.double().requires_grad_()]
+    silu_product(*ours).backward(gradient)
+    (F.silu(theirs[0]) * theirs[1]).backward(gradient.double())
+    for mine, exact in zip(ours, theirs, strict=True):
+        assert relative(mine.grad, exact.grad) < 1e-2
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(16, 8, 128), (9, 3, 64), (40, 8, 128)])
+def test_rotate_equals_transformers_and_so_does_its_gradient(heads, groups, size):
+    rows = 200
+    query, key = random(rows, heads, size, seed=1), random(rows, groups, size, seed=2)
+    angles = random(rows, size // 2, seed=3, dtype=torch.float32).repeat(1, 2)
+    cosines, sines = angles.cos().to(BF16), angles.sin().to(BF16)
+    ours = [query.clone().requires_grad_(), key.clone().requires_grad_()]
+    theirs = [query.clone().requires_grad_(), key.clone().requires_grad_()]
+    turned = rotate(*ours, cosines, sines)
+    expected = apply_rotary_pos_emb(*(t.transpose(0, 1)[None] for t in theirs), cosines[None], sines[None])
+    for mine, other in zip(turned, expected, strict=True):
+        assert torch.equal(mine, other[0].transpose(0, 1))
+    gradients = [random(rows, heads, size, seed=4), random(rows, groups, size, seed=5)]
+    torch.autograd.backward(turned, gradients)
+    torch.autograd.backward(expected, [g.transpose(0, 1)[None] for g in gradients])
+    for mine, other in zip(ours, theirs, strict=True):
+        assert relative(mine.grad, other.grad) < 1e-2
+
+
+def test_fingerprints_of_many_tensors_are_those_of_each():
+    named = {
+        str(i): (torch.randn(count) * 100).to(dtype)
+        for i, (count, dtype) in enumerate(
+            [
+                (1, torch.bfloat16),
+                (40_000, torch.bfloat16),
+                (0, torch.float32),
+                (16384, torch.int64),
+                (70_000, torch.bool),
+            ]
+        )
+    }
+    on_device = {name: tensor.cuda() for name, tensor in named.items()}
+    assert fingerprints(on_device.items()) == fingerprints(named.items())

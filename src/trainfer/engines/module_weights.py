@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfer.errors import WeightSyncError
-from trainfer.exact.fingerprint import fingerprint
+from trainfer.exact import fingerprint
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -22,13 +22,12 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def fingerprints(module: nn.Module) -> Mapping[str, str]:
     """Fingerprint of every parameter and buffer; a tensor with two names is read once."""
-    by_identity: dict[int, str] = {}
-    result: dict[str, str] = {}
-    for name, tensor in named_tensors(module).items():
-        if id(tensor) not in by_identity:
-            by_identity[id(tensor)] = fingerprint(tensor)
-        result[name] = by_identity[id(tensor)]
-    return result
+    tensors = named_tensors(module)
+    first_name: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first_name.setdefault(id(tensor), name)
+    found = fingerprint.fingerprints((name, tensors[name]) for name in first_name.values())
+    return {name: found[first_name[id(tensor)]] for name, tensor in tensors.items()}
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ two int64. The tensor is read in pieces; at most ``_PIECE`` of its elements are 
 """
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -21,12 +22,49 @@ _COLUMNS = 1 << 14
 _PIECE = 1 << 17
 """Elements handled at a time: 1 MiB of int64, which stays in cache."""
 _MASK = (1 << 64) - 1
+_WAITING_BYTES = 1 << 30
+"""Tensors on a CUDA device that are held until they are read together: the caller may have made them for this."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> str:
     """Fingerprint of a whole tensor, elements in row-major order."""
     return fingerprint_text(tensor.dtype, tensor.numel(), partial_fingerprint(tensor, 0))
+
+
+def fingerprints(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Fingerprint of each whole tensor, by name; those on a CUDA device are read many at a time."""
+    found: dict[str, str] = {}
+    waiting: dict[str, Tensor] = {}
+    for name, tensor in named_tensors:
+        dense = tensor.detach()
+        if (
+            dense.device.type != "cuda"
+            or dense.is_complex()
+            or not dense.is_contiguous()
+            or not gpu.has_kernels()
+        ):
+            found[name] = fingerprint(tensor)
+            continue
+        found[name] = ""  # keeps the order of the names
+        waiting[name] = dense.reshape(-1)
+        if sum(item.numel() * item.element_size() for item in waiting.values()) > _WAITING_BYTES:
+            found |= _read_many(waiting)
+            waiting = {}
+    return found | _read_many(waiting)
+
+
+def _read_many(tensors: dict[str, Tensor]) -> dict[str, str]:
+    if not tensors:
+        return {}
+    bits = [tensor.view(_BITS[tensor.element_size()]) for tensor in tensors.values()]
+    device = bits[0].device
+    rows = max(1, -(-max(item.numel() for item in bits) // _COLUMNS))
+    sums_N2 = gpu.fingerprint_many(bits, _column_weights(device), _row_table(rows, device))
+    return {
+        name: fingerprint_text(tensor.dtype, tensor.numel(), sums)
+        for (name, tensor), sums in zip(tensors.items(), sums_N2.cpu(), strict=True)
+    }
 
 
 def fingerprint_text(dtype: torch.dtype, num_elements: int, sums: Tensor) -> str:

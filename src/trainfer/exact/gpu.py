@@ -6,6 +6,7 @@ library's operators compute alone, which is right but not row-invariant; ``has_k
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -87,3 +88,24 @@ def fingerprint_sums(bits: Tensor, column_weights: Tensor, row_weights: Tensor, 
     from trainfer.exact import gpu_fingerprint
 
     return gpu_fingerprint.sums(bits, column_weights, row_weights, start)
+
+
+def rotate(query_THK: Tensor, key_TGK: Tensor, cosines_TK: Tensor, sines_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``gpu_rows``; the caller has asked ``computes``."""
+    from trainfer.exact import gpu_rows
+
+    return gpu_rows.rotate(query_THK, key_TGK, cosines_TK, sines_TK)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """See ``gpu_rows``; the caller has asked ``computes``."""
+    from trainfer.exact import gpu_rows
+
+    return gpu_rows.silu_product(gate, up)
+
+
+def fingerprint_many(bits: Sequence[Tensor], column_weights: Tensor, row_weights: Tensor) -> Tensor:
+    """See ``gpu_fingerprint``."""
+    from trainfer.exact import gpu_fingerprint
+
+    return gpu_fingerprint.many(bits, column_weights, row_weights)

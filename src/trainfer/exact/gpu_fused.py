@@ -1,11 +1,10 @@
-"""Small row-wise kernels of a decode step, bit for bit what Transformers' modules compute in several (Triton).
+"""The row-wise work between projections and attention in a decode step, in one kernel (Triton).
 
 ``rope_and_store``: norms of query and key heads (where the model has them), rotary positions, and the writing of keys
-and values into the paged cache. ``silu_product``: ``silu(gate) * up``. Each rounds to the rows' dtype wherever the
-eager operators do, so the trainer may go on calling those. Floating-point fusion is off: a fused multiply-add would skip
+and values into the paged cache. It rounds to the rows' dtype wherever the eager operators do. Floating-point fusion is off: a fused multiply-add would skip
 a rounding in between.
 
-Axes: B slots, H query heads, G key/value heads, K head size, F width of the MLP.
+Axes: B slots, H query heads, G key/value heads, K head size.
 """
 
 from typing import Any, cast
@@ -14,7 +13,6 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
-from triton.language.extra import libdevice  # pyright: ignore[reportMissingImports]
 
 from trainfer.exact.gpu_norm import normed
 
@@ -22,7 +20,6 @@ jit = cast(Any, triton.jit)
 
 HEADS = 16
 """Heads of a program: with a head's width the tile of ``gpu_norm.tile_of``, so that sums run in the same order."""
-_SILU_BLOCK = 1024
 
 
 @jit
@@ -122,27 +119,3 @@ def rope_and_store(
         K=size, PAGE=page, R=HEADS, NORM=weights is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return query
-
-
-@jit
-def _silu_kernel(both, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
-    gate = tl.load(both + row * 2 * width + column, mask=mask, other=0.0)
-    up = tl.load(both + (row * 2 + 1) * width + column, mask=mask, other=0.0)
-    wide = gate.to(tl.float32)
-    active = tl.div_rn(wide, 1.0 + libdevice.exp(-wide)).to(gate.dtype)
-    tl.store(
-        out + row * width + column, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=mask
-    )
-
-
-def silu_product(both: Tensor) -> Tensor:
-    """``silu(gate) * up`` of rows ``[B, 2 F]`` that hold gate, then up; ``[B, F]``."""
-    rows, width = both.shape[0], both.shape[1] // 2
-    out = torch.empty(rows, width, dtype=both.dtype, device=both.device)
-    _silu_kernel[(rows, triton.cdiv(width, _SILU_BLOCK))](
-        both, out, width, BLOCK=_SILU_BLOCK, num_warps=4, enable_fp_fusion=False
-    )
-    return out

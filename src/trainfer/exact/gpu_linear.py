@@ -41,9 +41,11 @@ class Tile(NamedTuple):
     stages: int
 
 
+TILE_ROWS = 64
 SMALL_TILES = (
-    Tile(64, 16, 128, 4, 5),
-    Tile(64, 32, 128, 4, 4),
+    Tile(64, 16, 256, 4, 4),
+    Tile(64, 16, 128, 4, 7),
+    Tile(64, 32, 128, 4, 6),
     Tile(64, 32, 256, 4, 3),
     Tile(64, 64, 128, 4, 4),
 )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trainfer.errors import WeightSyncError
-from trainfer.exact.fingerprint import fingerprint, fingerprint_text, partial_fingerprint
+from trainfer.exact.fingerprint import fingerprint_text, fingerprints, partial_fingerprint
 from trainfer.workers.group import SyncProof
 from trainfer.workers.rollout import RolloutWorker
 
@@ -81,18 +81,16 @@ def sent_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Te
 
 def actor_fingerprints(model: nn.Module, dtype: torch.dtype) -> Mapping[str, str]:
     """Of every tensor as it is sent; the same on every rank."""
-    found: dict[str, str] = {}
-    shards: dict[str, DTensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tensor = _in_format(parameter, dtype)
-        if isinstance(tensor, DTensor):
-            shards[name] = tensor
-            found[name] = ""  # keeps the order of the names
-        else:
-            found[name] = fingerprint(tensor)
-    found |= _summed_over_ranks(shards)
-    found |= {name: fingerprint(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    return found
+    named = list(model.named_parameters(remove_duplicate=False))
+    shards = {
+        name: tensor
+        for name, p in named
+        if isinstance(p, DTensor) and isinstance(tensor := _in_format(p, dtype), DTensor)
+    }
+    whole = fingerprints((name, _in_format(p, dtype)) for name, p in named if name not in shards)
+    whole |= _summed_over_ranks(shards)
+    in_order = {name: whole[name] for name, _ in named}
+    return in_order | fingerprints(model.named_buffers(remove_duplicate=False))
 
 
 def compare_fingerprints(actor: Mapping[str, str], engine: Mapping[str, str], *, version: int) -> SyncProof:

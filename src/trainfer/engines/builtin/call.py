@@ -115,6 +115,20 @@ class GenerateCall:
                 finished.append(sequence)
         return finished
 
+    def _extend(self, sequence: Tracked, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
+        """Take tokens drawn one after another, up to the sequence's last; True when that is among them."""
+        index = sequence.index
+        end = self._requests[index].sampling.max_new_tokens - len(sequence.sampled_ids)
+        if self._stops[index].isdisjoint(tokens[:end]) and all(map(math.isfinite, logprobs[:end])):
+            sequence.sampled_ids.extend(tokens[:end])
+            self._tokens[index].extend(tokens[:end])
+            self._logprobs[index].extend(logprobs[:end])
+            self.num_sampled += min(end, len(tokens))
+            return end <= len(tokens)
+        return any(
+            self._append(sequence, token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)
+        )
+
     def _append(self, sequence: Tracked, token: int, logprob: float) -> bool:
         """Take a drawn token; True when it is the sequence's last."""
         index = sequence.index

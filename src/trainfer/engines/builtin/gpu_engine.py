@@ -26,7 +26,7 @@ from trainfer.engines.builtin.scheduler import DecodeStep, Tracked
 from trainfer.engines.limits import EngineLimits
 from trainfer.exact.attention import round_up
 from trainfer.exact.gpu_attention import KEY_BLOCK
-from trainfer.exact.logprobs import row_sampling
+from trainfer.exact.logprobs import RowSampling, row_sampling
 from trainfer.exact.packed import CausalModel
 from trainfer.types import GenerationRequest
 
@@ -51,6 +51,7 @@ class GpuCall(GenerateCall):
     ) -> None:
         super().__init__(model, device, cache, requests, max_num_seqs, decoder)
         self._graphs = graphs
+        self._burst_sampling: tuple[tuple[Tracked, ...], RowSampling] | None = None
 
     def decode(self, step: DecodeStep) -> list[Tracked]:
         """Draw up to ``BURST`` tokens for each sequence."""
@@ -60,27 +61,28 @@ class GpuCall(GenerateCall):
         limits = [self._requests[sequence.index].sampling.max_new_tokens for sequence in sequences]
         left = max(limit - len(s.sampled_ids) for limit, s in zip(limits, sequences, strict=True))
         tokens, logprobs = self._graphs.run(self._burst(sequences, min(BURST, left)))
-        finished: list[Tracked] = []
-        for column, sequence in enumerate(sequences):
-            for row_tokens, row_logprobs in zip(tokens, logprobs, strict=True):
-                if self._append(sequence, row_tokens[column], row_logprobs[column]):
-                    finished.append(sequence)
-                    break
-        return finished
+        columns = zip(sequences, zip(*tokens, strict=True), zip(*logprobs, strict=True), strict=True)
+        return [
+            sequence
+            for sequence, row_tokens, row_logprobs in columns
+            if self._extend(sequence, row_tokens, row_logprobs)
+        ]
 
-    def _burst(self, sequences: Sequence[Tracked], steps: int) -> Burst:
+    def _burst(self, sequences: tuple[Tracked, ...], steps: int) -> Burst:
         uniforms = numpy.zeros((steps, len(sequences)))
         for column, sequence in enumerate(sequences):
             start = len(sequence.sampled_ids)
             numbers = self._uniforms[sequence.index][start : start + steps]
             uniforms[: len(numbers), column] = numbers
-        params = [self._requests[sequence.index].sampling for sequence in sequences]
+        if self._burst_sampling is None or self._burst_sampling[0] != sequences:
+            params = [self._requests[sequence.index].sampling for sequence in sequences]
+            self._burst_sampling = (sequences, row_sampling(params, [1] * len(params), device="cpu"))
         return Burst(
             input_ids=[sequence.last_token for sequence in sequences],
             positions=[sequence.length - 1 for sequence in sequences],
             blocks=[sequence.blocks for sequence in sequences],
             uniforms=uniforms,
-            sampling=row_sampling(params, [1] * len(params), device="cpu"),
+            sampling=self._burst_sampling[1],
         )
 
 

@@ -23,9 +23,11 @@ from trainfer.engines.builtin.kv_cache import PagedCache
 from trainfer.errors import ModelError
 from trainfer.exact.attention import AttentionForm
 from trainfer.exact.gpu_attention import decode_forward, supports
-from trainfer.exact.gpu_fused import rope_and_store, silu_product
+from trainfer.exact.gpu_fused import rope_and_store
+from trainfer.exact.gpu_linear import TILE_ROWS
 from trainfer.exact.gpu_norm import add_norm, rms_norm
 from trainfer.exact.gpu_plan import is_plain
+from trainfer.exact.gpu_rows import silu_rows
 from trainfer.exact.linear import RoutedLinear, linear
 from trainfer.exact.packed import CausalModel
 
@@ -201,12 +203,22 @@ class FusedProgram:
                 query_BHK, *pools, state.table, state.positions_B, layer.scale, page=cache.block_size
             )
             rows, total = add_norm(total, layer.output(attended.flatten(1)), *layer.mlp_norm)
-            added = layer.down(silu_product(layer.gate_up(rows)))
+            added = layer.down(_activated(layer.gate_up(rows)))[: len(rows)]
             is_last = index + 1 == len(self._layers)
             rows, total = add_norm(
                 total, added, *(self._norm if is_last else self._layers[index + 1].input_norm)
             )
         return self._head(rows)
+
+
+def _activated(both: Tensor) -> Tensor:
+    """``silu(gate) * up`` of rows that hold gate, then up, in a tensor of at least ``TILE_ROWS`` rows.
+
+    Rows beyond the given ones are garbage. They are there because a tile that ends beyond its tensor takes longer.
+    """
+    rows, width = both.shape[0], both.shape[1] // 2
+    out = torch.empty(max(rows, TILE_ROWS), width, dtype=both.dtype, device=both.device)
+    return silu_rows(both[:, :width], both[:, width:], out)
 
 
 def _norm(module: nn.Module) -> tuple[Tensor, float]:

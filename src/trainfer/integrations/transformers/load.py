@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from trainfer.errors import ModelError
 from trainfer.exact.attention import ATTENTION_NAME
 from trainfer.exact.linear import route_linears
-from trainfer.exact.norm import route_norms
+from trainfer.exact.routed import route_modules
 from trainfer.integrations.transformers.register import register_attention
 from trainfer.integrations.transformers.tiny import byte_tokenizer, tiny_model
 
@@ -91,7 +91,7 @@ def load_model(
     nn.Module.to(model, device)
     if attention == ATTENTION_NAME:
         route_linears(model)
-        route_norms(model)
+        route_modules(model)
     return model.eval()
 
 

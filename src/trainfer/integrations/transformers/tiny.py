@@ -19,7 +19,7 @@ from transformers import (
 from trainfer.errors import ModelError
 from trainfer.exact.attention import ATTENTION_NAME
 from trainfer.exact.linear import route_linears
-from trainfer.exact.norm import route_norms
+from trainfer.exact.routed import route_modules
 from trainfer.integrations.transformers.register import register_attention
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "gpt2")
@@ -81,7 +81,7 @@ def tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     route_linears(model)
-    route_norms(model)
+    route_modules(model)
     return model.eval()
 
 
