@@ -25,7 +25,8 @@ DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 def command(checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bool) -> None:
     """Write CHECKPOINT as a Hugging Face folder OUT.
 
-    CHECKPOINT is RUN/checkpoints/global_step_N, or RUN for its newest whole checkpoint.
+    CHECKPOINT is RUN/checkpoints/global_step_N, or RUN for its newest whole checkpoint; or global_step_N of a run of
+    verl with FSDP workers, whose shards are read without executing the pickles that they are in.
     """
     source = find_checkpoint(checkpoint)
     size = export_checkpoint(source, out, dtype=dtype, overwrite=overwrite)
@@ -43,6 +44,13 @@ def find_checkpoint(path: Path) -> Path:
         raise CheckpointError(
             f"{path} is not a folder. Give RUN/checkpoints/global_step_N, or RUN for its newest checkpoint."
         )
+    from trainfer.train.update.checkpoint_export import holds_checkpoint_of_verl
+
+    if holds_checkpoint_of_verl(path):
+        return path
+    newest_of_verl = _newest_of_verl(path)
+    if newest_of_verl is not None:
+        return newest_of_verl
     if path.name.startswith("global_step_"):
         reason = why_damaged(path)
         if reason is not None:
@@ -55,6 +63,20 @@ def find_checkpoint(path: Path) -> Path:
             f"{path} holds no whole checkpoint. One is written every trainer.save_freq steps and at the end."
         )
     return found.folder
+
+
+def _newest_of_verl(run: Path) -> Path | None:
+    """The checkpoint that verl's own note names; None where there is no such note."""
+    note = run / "latest_checkpointed_iteration.txt"
+    try:
+        step = note.read_text(encoding="utf-8")[:20].strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    if not step.isdecimal() or not (run / f"global_step_{step}").is_dir():
+        raise CheckpointError(
+            f"{note} names step {step!r}, which is not there. Give the folder global_step_N itself."
+        )
+    return run / f"global_step_{step}"
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bool) -> int:

@@ -1,6 +1,7 @@
 """A training checkpoint as a folder that Transformers and vLLM load: config, tokenizer, safetensors.
 
-Takes the folder that ``save_training_state`` wrote and the model's own small files; gives ``model*.safetensors``
+Takes the folder that ``save_training_state`` wrote, or that of verl's FSDP workers (``checkpoint_verl.py``), and the
+model's own small files; gives ``model*.safetensors``
 with the stored bits (or cast, when a dtype is asked for), at most one output file in memory at a time. Reads
 shards of any number of ranks; loads no pickle and no Transformers. A tied head is stored once, as it was.
 Leaves out which checkpoint (``cli.export``) and whether the folder may be written.
@@ -8,7 +9,8 @@ Leaves out which checkpoint (``cli.export``) and whether the folder may be writt
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from trainfer.errors import CheckpointError
 from trainfer.train.update.checkpoint import STATE_FILE, first_cause, quiet_single_process, read_state
 from trainfer.train.update.checkpoint_names import MODEL_PREFIX
 from trainfer.train.update.checkpoint_tensors import StoredTensor, check_tensors, stored_tensors
+from trainfer.train.update.checkpoint_verl import VerlShards, holds_verl_shards
 
 MODEL_FILES_FOLDER = "huggingface"
 """Beside the training state in every checkpoint: config and tokenizer of the model, as in verl's checkpoints."""
@@ -42,6 +45,9 @@ _MODEL_FILES = (
 )
 """Small files that describe a model; weights and Python code are not among them."""
 _MAX_MODEL_FILE_BYTES = 200_000_000
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".py")
+_WEIGHT_INDEX = ".index.json"
+"""What verl may have put beside the config: weights of another kind, and code."""
 
 
 def copy_model_files(model_folder: Path, checkpoint: Path) -> None:
@@ -79,14 +85,54 @@ def find_training_state(checkpoint: Path) -> Path:
     raise CheckpointError(f"{checkpoint} holds no {STATE_FILE}: it is not a checkpoint of trainfer.")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSource:
+    """Where a checkpoint's weights are."""
+
+    stored: Mapping[str, StoredTensor]
+    """Under Transformers' names, in the order of the model."""
+    read: Callable[[Sequence[str]], dict[str, Tensor]]
+    """Some of them, whole."""
+
+
+def holds_checkpoint_of_verl(checkpoint: Path) -> bool:
+    """True for verl's ``global_step_N``, or the folder ``actor`` in it."""
+    return _verl_folder(checkpoint) is not None
+
+
 def write_model_folder(checkpoint: Path, out: Path, *, dtype: torch.dtype | None) -> int:
     """Write config, tokenizer and weights into the existing empty folder ``out``; returns bytes of weights.
 
-    ``dtype`` None keeps the stored bits; floating tensors are cast otherwise.
+    Args:
+        checkpoint: Of trainfer, or of verl's FSDP workers.
+        out: Gets the files.
+        dtype: None keeps the stored bits; floating tensors are cast otherwise.
 
     Raises:
         CheckpointError: something is missing or damaged, or ``out`` cannot be written.
     """
+    verl = _verl_folder(checkpoint)
+    model_files = _model_files_of(checkpoint if verl is None else verl)
+    source = _own_weights(checkpoint) if verl is None else _verl_weights(verl, model_files)
+    kept = dtype or _main_dtype(source.stored)
+    try:
+        for path in sorted(model_files.iterdir()):
+            if not path.is_file() or path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(_WEIGHT_INDEX):
+                continue
+            shutil.copyfile(path, out / path.name)
+        _set_config_dtype(out / "config.json", kept)
+        return _write_weights(source, out, dtype)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot write {out}: {error}. Free space there or name another folder."
+        ) from error
+
+
+def _verl_folder(checkpoint: Path) -> Path | None:
+    return next((folder for folder in (checkpoint / "actor", checkpoint) if holds_verl_shards(folder)), None)
+
+
+def _own_weights(checkpoint: Path) -> WeightSource:
     folder = find_training_state(checkpoint)
     stored = {
         name: entry for name, entry in read_state(folder).tensors.items() if name.startswith(MODEL_PREFIX)
@@ -100,16 +146,20 @@ def write_model_folder(checkpoint: Path, out: Path, *, dtype: torch.dtype | None
         },
         where=f"the files of {folder}",
     )
-    kept = dtype or _main_dtype(stored)
-    try:
-        for path in sorted(_model_files_of(checkpoint).iterdir()):
-            shutil.copyfile(path, out / path.name)
-        _set_config_dtype(out / "config.json", kept)
-        return _write_weights(folder, out, stored, dtype)
-    except OSError as error:
-        raise CheckpointError(
-            f"Cannot write {out}: {error}. Free space there or name another folder."
-        ) from error
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        tensors = _read(folder, {MODEL_PREFIX + name: stored[MODEL_PREFIX + name] for name in names})
+        return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+
+    return WeightSource(
+        stored={name.removeprefix(MODEL_PREFIX): entry for name, entry in stored.items()}, read=read
+    )
+
+
+def _verl_weights(folder: Path, model_files: Path) -> WeightSource:
+    shards = VerlShards.open(folder)
+    tied = _config_of(model_files / "config.json").get("tie_word_embeddings") is True
+    return WeightSource(stored=shards.stored(tied=tied), read=shards.read)
 
 
 def _model_files_of(checkpoint: Path) -> Path:
@@ -135,6 +185,15 @@ def _main_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
 
 def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
     """Transformers casts to the config's dtype when it loads: it must be that of the file."""
+    config = _config_of(path)
+    name = str(dtype).removeprefix("torch.")
+    config["dtype"] = name
+    if "torch_dtype" in config:  # the name of the same key in older folders
+        config["torch_dtype"] = name
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _config_of(path: Path) -> dict[str, object]:
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -143,17 +202,11 @@ def _set_config_dtype(path: Path, dtype: torch.dtype) -> None:
         ) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path.name} of the checkpoint is not a mapping. Copy it from the base model.")
-    name = str(dtype).removeprefix("torch.")
-    config["dtype"] = name
-    if "torch_dtype" in config:  # the name of the same key in older folders
-        config["torch_dtype"] = name
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return config
 
 
-def _write_weights(
-    folder: Path, out: Path, stored: Mapping[str, StoredTensor], dtype: torch.dtype | None
-) -> int:
-    files = _split(stored, dtype)
+def _write_weights(source: WeightSource, out: Path, dtype: torch.dtype | None) -> int:
+    files = _split(source.stored, dtype)
     weight_map: dict[str, str] = {}
     total = 0
     for number, names in enumerate(files, start=1):
@@ -161,10 +214,8 @@ def _write_weights(
             "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         )
         tensors = {
-            full.removeprefix(MODEL_PREFIX): value
-            if dtype is None or not value.is_floating_point()
-            else value.to(dtype)
-            for full, value in _read(folder, {full: stored[full] for full in names}).items()
+            full: value if dtype is None or not value.is_floating_point() else value.to(dtype)
+            for full, value in source.read(names).items()
         }
         save_file(tensors, out / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
