@@ -85,7 +85,9 @@ def compare_ours(first: Path, second: Path, repeats: int) -> dict[str, float]:
         wall = min(wall, time.perf_counter() - start)
     assert found is not None
     tensors = len(found.points)
-    megabytes = sum(f.stat().st_size for folder in (first, second) for f in folder.rglob("*.safetensors")) / 1e6
+    megabytes = (
+        sum(f.stat().st_size for folder in (first, second) for f in folder.rglob("*.safetensors")) / 1e6
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {
         "tensors": tensors,
@@ -107,7 +109,9 @@ def child_cpu(command: list[str]) -> float:
 
 def compare_theirs(python: str, work: Path, repeats: int) -> dict[str, float]:
     for name, disturb in (("a", "none"), ("b", "one")):
-        subprocess.run([python, __file__, "--capture-msprobe", str(work / name), "--disturb", disturb], check=True)
+        subprocess.run(
+            [python, __file__, "--capture-msprobe", str(work / name), "--disturb", disturb], check=True
+        )
     steps = [next((work / name).glob("step*")) for name in ("a", "b")]
     ranks = [next(step.iterdir()) for step in steps]
     msprobe = str(Path(python).parent / "msprobe")
@@ -147,7 +151,9 @@ def main() -> int:
             (work / "msprobe").mkdir()
             theirs = compare_theirs(options.msprobe_python, work / "msprobe", options.repeats)
             ours = results["one weight disturbed"]["cpu_s_per_1000"]
-            results["msProbe, one weight disturbed"] = theirs | {"ratio": round(theirs["cpu_s_per_1000"] / ours, 1)}
+            results["msProbe, one weight disturbed"] = theirs | {
+                "ratio": round(theirs["cpu_s_per_1000"] / ours, 1)
+            }
     finally:
         shutil.rmtree(work)
     if options.json:

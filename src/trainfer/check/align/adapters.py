@@ -100,7 +100,7 @@ def _unfuse_residual(ours: SideWork, theirs: SideWork) -> Iterator[Point]:
         main = changed(point, part=point.direction)
         if main not in ours.sources or main not in theirs.sources or point in theirs.extra:
             continue
-        if point.direction == "output" and point.module not in ours.parents:
+        if point.function or (point.direction == "output" and point.module not in ours.parents):
             continue
         residuals = by_call(sources)
         joined: list[Source] = []
@@ -119,7 +119,7 @@ def _split_fused(
     rules = {rule.module: rule for rule in names.fused}
     for point, sources in list(ours.sources.items()):
         rule = rules.get(point.module.rpartition(".")[2])
-        if rule is None or point in theirs.sources or point.part != point.direction:
+        if rule is None or point.function or point in theirs.sources or point.part != point.direction:
             continue
         targets = [changed(point, module=sibling(point.module, part)) for part in rule.parts]
         if not all(target in theirs.sources for target in targets):
@@ -146,7 +146,7 @@ def _next_input(ours: SideWork, theirs: SideWork, names: NameMap) -> Iterator[tu
     """
     for rule in names.output_is_input_of:
         for point, sources in list(ours.sources.items()):
-            if point.module.rpartition(".")[2] != rule.module or point.part != "output":
+            if point.module.rpartition(".")[2] != rule.module or point.part != "output" or point.function:
                 continue
             goal = changed(point, module=sibling(point.module, rule.next), direction="input", part="input")
             if point in theirs.sources:

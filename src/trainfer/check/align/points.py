@@ -3,7 +3,8 @@
 Takes tensor records; gives points: a place in the model with a meaning (``model.norm``, output), and for each
 call the records that hold its rows. A point's part is named by what it is, not by how the argument was called:
 ``output`` is the first float tensor that a module gives, ``input`` the first that it takes; whole numbers (ids,
-positions, chosen experts) are ``index``. Nothing is read here.
+positions, chosen experts) are ``index``. Of functions only floats count: the rest are masks and places, which
+depend on how the batch is laid out. Nothing is read here.
 """
 
 import enum
@@ -66,6 +67,8 @@ class Source:
     pass_name: str
     table: int
     """``NO_TABLE`` where it is not known which rows these are."""
+    call_table: int
+    """The table of all slots of the call."""
     slots: int
     """Slots of the call; rows of a tensor that the batch shares are repeated up to this."""
     records: tuple[TensorRecord, ...]
@@ -186,6 +189,8 @@ def _points_of_run(
         if "mask" in record.name or (main is not None and _is_per_key(record)):
             continue
         is_float, primary = record.dtype in FLOATS, True
+        if run.function and not is_float:
+            continue
         part = record.name
         if run.phase == "parameters":
             part = record.name
@@ -213,6 +218,7 @@ def _points_of_run(
             call=record.call,
             pass_name=record.pass_name,
             table=table,
+            call_table=call.table if call is not None else NO_TABLE,
             slots=slots,
             records=(record,),
         )

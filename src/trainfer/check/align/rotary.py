@@ -17,8 +17,8 @@ def rotate(ours: SideWork, theirs: SideWork) -> Iterator[Point]:
     The other side's queries (after their norm where there is one) are turned by its own cos and sin. Uses of a shared
     module are told apart as occurrences of the other side's module, layer by layer.
     """
-    tables = [p for p in theirs.sources if p.module.endswith("rotary_emb") and p.part == "output"]
-    for point in [p for p in ours.sources if p.module.endswith("rotary_emb") and p.part == "output"]:
+    tables = [p for p in theirs.sources if _is_rotary(p)]
+    for point in [p for p in ours.sources if _is_rotary(p)]:
         layer = _layer_of_use(point, theirs)
         if not tables or layer is None or ours.sources[point][0].width == theirs.sources[tables[0]][0].width:
             continue
@@ -39,6 +39,10 @@ def rotate(ours: SideWork, theirs: SideWork) -> Iterator[Point]:
                 source = changed(target, direction="input")
                 yield from _meet(ours, theirs, source, taken[place], (theirs.sources[before], before), point)
         ours.forget(point.module, occurrence=point.occurrence)
+
+
+def _is_rotary(point: Point) -> bool:
+    return point.module.endswith("rotary_emb") and point.part == "output" and not point.function
 
 
 def _meet(
@@ -93,7 +97,10 @@ def _outputs(work: SideWork, attention: str, leaves: Sequence[str]) -> list[Poin
         p
         for leaf in leaves
         for p in work.sources
-        if p.module == f"{attention}.{leaf}" and p.part == "output" and p.phase == "forward"
+        if p.module == f"{attention}.{leaf}"
+        and p.part == "output"
+        and p.phase == "forward"
+        and not p.function
     ]
 
 

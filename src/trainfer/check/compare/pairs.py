@@ -134,6 +134,8 @@ class PairComparer:
             return pair, _unmatched(note)
         if Task.STATISTICS in (pair.rollout[0].first.task, pair.train[0].first.task):
             return pair, self._statistics(pair, plan.blocks)
+        if pair.point.function and pair.rollout[0].width != pair.train[0].width:
+            return pair, _unmatched("a function's value that is as wide as the batch is long")
         outcome = self._blocks(("rollout", "train"), (pair.rollout, pair.train), plan.blocks, plan.rows)
         for layout in pair.other_layouts:
             if len(outcome.errors) == 0 or float(np.median(outcome.errors)) < 0.1:
@@ -225,6 +227,8 @@ class PairComparer:
         both = list(zip(pair.rollout, pair.train, strict=True))
         if any(a.op is not Op.SINGLE or b.op is not Op.SINGLE for a, b in both):
             return _unmatched("its rows are not known")
+        if not all(self._plans.same_rows(a, b) for a, b in both):
+            return _unmatched("its rows are not known, and the calls hold other rows or hold them otherwise")
         if Task.STATISTICS in (pair.rollout[0].first.task, pair.train[0].first.task):
             metrics, errors, notes = compare_statistics([(a.first, b.first) for a, b in both])
             return Outcome(metrics=metrics, errors=errors, rows=None, status=None, notes=notes)

@@ -44,6 +44,12 @@ class RowPlans:
         """One labelled table."""
         return self._sides[side][table]
 
+    def same_rows(self, rollout: Source, train: Source) -> bool:
+        """False where both calls' rows are known and are not the same ones in the same slots."""
+        first = self._sides["rollout"].get((rollout.rank, rollout.call_table))
+        second = self._sides["train"].get((train.rank, train.call_table))
+        return first is None or second is None or np.array_equal(first.keys, second.keys)
+
     def between(self, rollout: tuple[TableId, ...], train: tuple[TableId, ...]) -> Plan:
         """Rows that both sides have."""
         return self._cached(("both", rollout, train), rollout, train)
