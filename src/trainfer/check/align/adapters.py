@@ -100,7 +100,9 @@ def _unfuse_residual(ours: SideWork, theirs: SideWork) -> Iterator[Point]:
         main = changed(point, part=point.direction)
         if main not in ours.sources or main not in theirs.sources or point in theirs.extra:
             continue
-        if point.function or (point.direction == "output" and point.module not in ours.parents):
+        if point.function or point.phase != "forward":
+            continue
+        if point.direction == "output" and point.module not in ours.parents:
             continue
         residuals = by_call(sources)
         joined: list[Source] = []
@@ -146,7 +148,9 @@ def _next_input(ours: SideWork, theirs: SideWork, names: NameMap) -> Iterator[tu
     """
     for rule in names.output_is_input_of:
         for point, sources in list(ours.sources.items()):
-            if point.module.rpartition(".")[2] != rule.module or point.part != "output" or point.function:
+            if point.function or point.phase != "forward" or point.part != "output":
+                continue
+            if point.module.rpartition(".")[2] != rule.module:
                 continue
             goal = changed(point, module=sibling(point.module, rule.next), direction="input", part="input")
             if point in theirs.sources:

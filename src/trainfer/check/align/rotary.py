@@ -42,7 +42,8 @@ def rotate(ours: SideWork, theirs: SideWork) -> Iterator[Point]:
 
 
 def _is_rotary(point: Point) -> bool:
-    return point.module.endswith("rotary_emb") and point.part == "output" and not point.function
+    is_output = point.part == "output" and point.phase == "forward"
+    return is_output and not point.function and point.module.endswith("rotary_emb")
 
 
 def _meet(
