@@ -60,7 +60,7 @@ def find_checkpoint(path: Path) -> Path:
     found = CheckpointStore(store, keep=None).newest()
     if found is None:
         raise CheckpointError(
-            f"{path} holds no whole checkpoint. One is written every trainer.save_freq steps and at the end."
+            f"{path} holds no whole checkpoint. trainer.save_freq=N writes one every N steps and at the end."
         )
     return found.folder
 

@@ -54,9 +54,8 @@ RANKS = 4
 def written(tmp_path_factory):
     """Checkpoints ``MODEL-KIND`` of models ``base`` and ``tied``, written by four ranks."""
     folder = tmp_path_factory.mktemp("verl")
-    sizes = {"vocab_size": 270, "hidden_size": 32, "intermediate_size": 40, "num_layers": 2}
     for name, seed in (("base", 1), ("tied", 2)):
-        model = tiny_model("qwen3", seed=seed, **sizes)
+        model = tiny_model("qwen3", seed=seed, vocab_size=270, hidden_size=32, intermediate_size=40)
         if name == "tied":
             model.config.tie_word_embeddings = True
             model.lm_head.weight = model.model.embed_tokens.weight

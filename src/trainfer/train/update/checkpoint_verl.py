@@ -34,8 +34,8 @@ from trainfer.train.update.checkpoint_tensors import StoredTensor
 
 _NAME = re.compile(r"model_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _STAND_IN = "torch.distributed."
-_ENUM_MEMBER = "builtins.getattr"
-"""How Python 3.11 pickles a member of an enumeration; replaced by a record as well, so nothing is looked up."""
+_MEMBER = "builtins.getattr"
+"""How a class inside a class is pickled, or a member of an enumeration; it is stood for too, so nothing is looked up."""
 _DTENSOR = "DTensor"
 _SHARDED = "ShardedTensor"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
@@ -55,6 +55,14 @@ class Record:
     def field(self, name: str) -> object:
         """One entry of its state; None where there is none."""
         return _fields(self.state).get(name)
+
+
+class Member(Record):
+    """Stands for an object of a class that is inside another one."""
+
+
+def _member(_owner: object, _name: object) -> type[Member]:
+    return Member
 
 
 class StoredDTensor(Tensor):
@@ -254,11 +262,14 @@ def _records_for_classes(path: Path) -> Iterator[None]:
     try:
         stands_for: list[Any] = []
         for name in get_unsafe_globals_in_checkpoint(path):
-            if not name.startswith(_STAND_IN) and name != _ENUM_MEMBER:
+            if not name.startswith(_STAND_IN) and name != _MEMBER:
                 raise CheckpointError(
                     f"{path} holds a pickled {name}, which could run code and is not opened; a checkpoint of verl's FSDP workers "
                     "holds sharded tensors alone."
                 )
+            if name == _MEMBER:
+                stands_for += [(_member, name), (Member, f"{Member.__module__}.{Member.__qualname__}")]
+                continue
             base = StoredDTensor if name.rpartition(".")[2] == _DTENSOR else Record
             stands_for.append((type(name.rpartition(".")[2], (base,), {}), name))
         add_safe_globals(stands_for)
