@@ -65,8 +65,8 @@ def _member(_owner: object, _name: object) -> type[Member]:
     return Member
 
 
-class StoredDTensor(Tensor):
-    """Stands for a DTensor: its whole shape, this rank's part, and a record of how it was cut."""
+class StoredSharded(Tensor):
+    """Stands for a DTensor or a ShardedTensor: its whole shape, and the state that holds this rank's part."""
 
     stored: Any
 
@@ -270,7 +270,7 @@ def _records_for_classes(path: Path) -> Iterator[None]:
             if name == _MEMBER:
                 stands_for += [(_member, name), (Member, f"{Member.__module__}.{Member.__qualname__}")]
                 continue
-            base = StoredDTensor if name.rpartition(".")[2] == _DTENSOR else Record
+            base = StoredSharded if name.rpartition(".")[2] in (_DTENSOR, _SHARDED) else Record
             stands_for.append((type(name.rpartition(".")[2], (base,), {}), name))
         add_safe_globals(stands_for)
         yield
@@ -280,16 +280,14 @@ def _records_for_classes(path: Path) -> Iterator[None]:
 
 
 def _piece(where: str, value: object) -> Piece:
-    if isinstance(value, StoredDTensor):
-        return _of_dtensor(where, value)
-    if isinstance(value, Record) and type(value).__name__ == _SHARDED:
-        return _of_sharded_tensor(where, value)
+    if isinstance(value, StoredSharded):
+        return (_of_sharded_tensor if type(value).__name__ == _SHARDED else _of_dtensor)(where, value)
     if isinstance(value, Tensor):
         return Piece(whole=StoredTensor.of(value), tensor=value, axis=None)
     raise CheckpointError(f"{where} is a {type(value).__name__}, no tensor.")
 
 
-def _of_dtensor(where: str, value: StoredDTensor) -> Piece:
+def _of_dtensor(where: str, value: StoredSharded) -> Piece:
     fields = _fields(value.stored)
     local, spec = fields.get("_local_tensor"), fields.get("_spec")
     placements = spec.field("placements") if isinstance(spec, Record) else None
@@ -324,10 +322,10 @@ def _axis(where: str, placement: object) -> int | None:
     return axis
 
 
-def _of_sharded_tensor(where: str, value: Record) -> Piece:
+def _of_sharded_tensor(where: str, value: StoredSharded) -> Piece:
     """FSDP1's older form: a list of local shards, each with its offsets, and metadata with the whole size."""
     try:
-        shards, metadata = value.state[0], value.state[1]  # type: ignore[index]
+        shards, metadata = value.stored[0], value.stored[1]
         size = tuple(metadata.field("size"))
         dtype = metadata.field("tensor_properties").state[0]
         if not shards:
