@@ -3,8 +3,8 @@
 Takes a causal LM; gives a ``Calibration``: safe key lengths, and every operator that breaks the promise, by name. Three
 looks, each comparing with ``torch.equal``:
 
-1. every kind of linear layer, by its own forward, at the row counts of decode and training against one large product,
-   and the log-softmax over the vocabulary likewise;
+1. every kind of linear layer and activation, by its own forward, at the row counts of decode and training against one
+   large input, and the log-softmax over the vocabulary likewise;
 2. attention, for every form that the model's layers ask for: which key lengths are safe, then decode against prefill
    at positions on both sides of every rule, through the very functions that trainer and engine call;
 3. the model itself: sequences packed together against each alone; a row that differs names the first module that
@@ -73,6 +73,11 @@ _POSITIONS = (
     1090,
 )
 """Where decode is held against prefill."""
+_ACTIVATIONS = frozenset({"act_fn", "act", "activation_fn", "activation"})
+"""Names of the modules that hold an MLP's activation."""
+_WIDTHS = 3
+_PARALLEL_ELEMENTS = 1 << 16
+"""Elements a thread: twice what PyTorch gives to one thread alone."""
 _TRIAL_LENGTHS = (5, 21, 40, 9, 2, 33)
 
 
@@ -139,7 +144,9 @@ def calibrate(model: nn.Module) -> Calibration:
         torch.manual_seed(0)
         shapes = attention_shapes(model)
         on_cpu = next(model.parameters()).device.type == "cpu"
-        problems = [*linear_problems(model), *logprob_problems(model)] if on_cpu else []
+        problems = (
+            [*linear_problems(model), *activation_problems(model), *logprob_problems(model)] if on_cpu else []
+        )
         lengths = KeyLengths(safe=safe_lengths(shapes) if on_cpu else (KEY_BLOCK,))
         with using_key_lengths(lengths):
             if on_cpu:
@@ -184,6 +191,30 @@ def _row_dependence(module: nn.Module, inner: int, outputs: int, weight: Tensor)
             if not torch.equal(module(rows[:, start : start + count]), reference[:, start : start + count]):
                 return f"{count} rows differ from the same rows among {total}"
     return None
+
+
+def activation_problems(model: nn.Module) -> Iterator[Problem]:
+    """Functions of single elements, which a library may compute by vectors here and one by one there."""
+    kinds = {
+        type(module): (name, module)
+        for name, module in model.named_modules()
+        if name.rsplit(".", 1)[-1] in _ACTIVATIONS and not list(module.parameters())
+    }
+    widths = {module.in_features for module in model.modules() if isinstance(module, nn.Linear)}
+    dtype = next(model.parameters()).dtype
+    for name, module in kinds.values():
+        for width in sorted(widths)[:_WIDTHS]:
+            total = max(32, round_up(_PARALLEL_ELEMENTS * torch.get_num_threads() // width, ROW_MULTIPLE))
+            rows = torch.randn(1, total + ROW_MULTIPLE, width).to(dtype)
+            reference = module(rows)
+            for count in (ROW_MULTIPLE, 3 * ROW_MULTIPLE, total // 2 // ROW_MULTIPLE * ROW_MULTIPLE, total):
+                if not torch.equal(module(rows[:, :count]), reference[:, :count]):
+                    yield Problem(
+                        operator=f"{name} ({type(module).__name__} of {width}, {_word(dtype)})",
+                        detail=f"{count} rows differ from the same rows among {total + ROW_MULTIPLE} at "
+                        f"{torch.get_num_threads()} threads; try another OMP_NUM_THREADS",
+                    )
+                    return
 
 
 def logprob_problems(model: nn.Module) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from trainfer.exact.calibration_store import calibration_of
 from trainfer.exact.linear import RoutedLinear, route_linears
 from trainfer.exact.rules import MEASURED, ORDINARY, KeyLengths, key_lengths
 from trainfer.integrations.transformers.load import tiny_model
+from trainfer.integrations.transformers.register import register_attention
 
 SIZES = {"vocab_size": 261, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
@@ -34,6 +35,7 @@ class SplitLinear(RoutedLinear):
 
 
 def other_model(config) -> nn.Module:
+    register_attention()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
@@ -109,15 +111,27 @@ def test_an_attention_that_is_exact_at_whole_blocks_is_padded_to_them(monkeypatc
     assert found.is_exact
 
 
-def test_a_module_that_mixes_rows_is_named_by_the_trial():
-    class Centred(nn.Module):
-        def forward(self, rows: Tensor) -> Tensor:
-            return rows - 1e-3 * rows.mean(dim=1, keepdim=True)
+class Centred(nn.Module):
+    """Mixes rows."""
 
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows - 1e-3 * rows.mean(dim=1, keepdim=True)
+
+
+def test_a_module_that_mixes_rows_is_named_by_the_trial():
+    model = tiny_model("llama")
+    model.get_submodule("model.layers.1").input_layernorm = Centred()
+    found = calibrate(model)
+    assert [problem.operator for problem in found.problems] == ["model.layers.1.input_layernorm (Centred)"]
+
+
+def test_an_activation_that_depends_on_other_rows_is_named():
     model = tiny_model("llama")
     model.get_submodule("model.layers.0.mlp").act_fn = Centred()
     found = calibrate(model)
-    assert [problem.operator for problem in found.problems] == ["model.layers.0.mlp.act_fn (Centred)"]
+    assert [problem.operator for problem in found.problems] == [
+        "model.layers.0.mlp.act_fn (Centred of 64, float32)"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """One decode forward on a CPU in float32, for decoders of the Llama family (Llama, Qwen2, Qwen3), with few calls.
 
 Takes the rows of a decode step; gives logits. It rounds wherever the modules round, so it gives their bits;
-``Decoder.logits`` runs the model's own forward first whenever it meets a new number of rows, compares, and leaves
+``Decoder.logits`` runs the model's own forward as well in the first steps at each number of rows, compares, and leaves
 the work to the module for good if a bit differs. Why it exists: at 16 rows the matrix products of a small model take
 less time than Python and PyTorch need to call its modules.
 
@@ -12,6 +12,7 @@ Axes: B slots, D width, H query heads, G key/value heads, K head size, V vocabul
 """
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -28,6 +29,12 @@ logger = logging.getLogger(__name__)
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """What ``F.scaled_dot_product_attention`` calls on a CPU."""
+
+VECTORS = 32
+"""PyTorch computes an exponential in strides of two vectors (AVX-512, float32) and what is left over one by one, with
+other last bits. Gate and up lie side by side here, so each row of the gate must be whole strides."""
+PROOFS = 3
+"""Steps at each number of rows in which both forwards run and are compared."""
 
 FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Classes whose layers are known here."""
@@ -244,8 +251,10 @@ def fits(model: nn.Module) -> bool:
     linears = [
         module for name, module in model.named_modules() if name.endswith("_proj") or name == "lm_head"
     ]
+    gate = model.get_parameter("model.layers.0.mlp.gate_proj.weight")
     return (
-        config.hidden_act == "silu"
+        gate.shape[0] % VECTORS == 0
+        and config.hidden_act == "silu"
         and config.rope_parameters.get("rope_type") in ("default", "linear", "llama3")
         and all(type(module) is RoutedLinear for module in linears)
         and all(
@@ -263,7 +272,8 @@ class Decoder:
         self._max_positions = max_positions
         self._program: FusedProgram | None = None
         self._is_usable = fits(model)
-        self._proven_rows: set[int] = set()
+        self._proofs: Counter[int] = Counter()
+        """Steps that were equal, by number of rows."""
 
     @property
     def is_fused(self) -> bool:
@@ -281,11 +291,11 @@ class Decoder:
         if self._program is None:
             self._program = FusedProgram(self._model, self._max_positions)
         rows = len(input_ids_B)
-        if rows in self._proven_rows:
+        if self._proofs[rows] >= PROOFS:
             return self._program.logits(input_ids_B, plan)
         expected = self._by_module(input_ids_B, plan)
         self._is_usable = torch.equal(self._program.logits(input_ids_B, plan), expected)
-        self._proven_rows.add(rows)
+        self._proofs[rows] += 1
         if not self._is_usable:
             self._program = None
             logger.info(
