@@ -88,6 +88,7 @@ def finished(data, tmp_path_factory):
         "trainer.total_training_steps=40",
         "trainer.total_epochs=40",
         "trainer.test_freq=20",
+        "trainer.save_freq=100",
         "trainfer.warmup.steps=100",
     )
     return run, list(train(loaded))
@@ -217,8 +218,17 @@ def test_around_the_end_of_an_epoch_too_a_resumed_run_takes_the_same_prompts(
     assert lines(tmp_path / "straight") == lines(tmp_path / "interrupted")
 
 
+def test_without_a_frequency_nothing_is_saved_or_validated_as_in_verl(data, tmp_path):
+    run = tmp_path / "run"
+    loaded = configured(data, run, "trainer.save_freq=-1", "trainer.test_freq=-1")
+    reports = list(train(loaded))
+    assert [report.checkpoint for report in reports] == [None] * 4
+    assert [report.validation for report in reports] == [None] * 4
+    assert list(run.glob("checkpoints/*")) == []
+
+
 def test_no_step_left_is_an_error_that_says_why(data, tmp_path):
-    loaded = configured(data, tmp_path / "run", "trainer.total_training_steps=1")
+    loaded = configured(data, tmp_path / "run", "trainer.total_training_steps=1", "trainer.save_freq=1")
     list(train(loaded))
     with pytest.raises(RunFolderError, match="total_training_steps=1"):
         list(train(loaded))

@@ -139,7 +139,7 @@ def test_a_damaged_script_names_its_line(world, tmp_path):
 
 
 def test_a_run_may_start_from_any_whole_checkpoint(world, tmp_path):
-    list(train(configured(world, tmp_path / "first")))
+    list(train(configured(world, tmp_path / "first", "trainer.save_freq=1")))
     checkpoint = tmp_path / "first" / "checkpoints" / "global_step_1"
     overrides = (
         "trainer.resume_mode=resume_path",

@@ -58,10 +58,14 @@ class DataConfig(Section, frozen=True, kw_only=True):
         ),
     ] = "error"
     train_max_samples: Annotated[
-        CountOrAll, Meta(description="Most rows read from the training files together. -1: all.")
+        CountOrAll,
+        Meta(
+            description="Most rows used of the training files together: a random choice with shuffle, else the first. -1: all."
+        ),
     ] = -1
     val_max_samples: Annotated[
-        CountOrAll, Meta(description="Most rows read from the validation files together. -1: all.")
+        CountOrAll,
+        Meta(description="Most rows used of the validation files together, chosen likewise. -1: all."),
     ] = -1
     apply_chat_template_kwargs: Annotated[
         dict[str, object],

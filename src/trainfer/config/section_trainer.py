@@ -121,10 +121,15 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ] = 1
     save_freq: Annotated[
         CountOrAll,
-        Meta(description="Steps between checkpoints; the last step always saves. -1: only the last."),
+        Meta(
+            description="Steps between checkpoints; the last step saves too. -1: no checkpoint at all, as in verl."
+        ),
     ] = -1
     test_freq: Annotated[
-        CountOrAll, Meta(description="Steps between validations. -1: only before and after training.")
+        CountOrAll,
+        Meta(
+            description="Steps between validations; the last step validates too. -1: none after the first step."
+        ),
     ] = -1
     val_before_train: Annotated[bool, Meta(description="Validate once before the first step.")] = True
     val_only: Annotated[bool, Meta(description="Validate once and stop.")] = False

@@ -167,6 +167,7 @@ def read_prompts(
         prompt_key=data.prompt_key,
         reward_fn_key=data.reward_fn_key,
         max_samples=max_samples,
+        sample_seed=data.seed if data.shuffle else None,
         known_data_sources=known_data_sources(),
         chat_template_kwargs=data.apply_chat_template_kwargs,
     )

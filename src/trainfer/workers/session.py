@@ -99,15 +99,15 @@ class Session:
         return has_prompts and self.inputs.config.trainer.val_before_train and self.steps.start == 1
 
     def validates_after(self, step: int) -> bool:
-        """True every ``trainer.test_freq`` steps and after the last."""
+        """True every ``trainer.test_freq`` steps and after the last; never where that is not positive (as verl)."""
         return self.inputs.validation is not None and self._is_due(step, self.inputs.config.trainer.test_freq)
 
     def saves_after(self, step: int) -> bool:
-        """True every ``trainer.save_freq`` steps and after the last."""
+        """True every ``trainer.save_freq`` steps and after the last; never where that is not positive (as verl)."""
         return self._is_due(step, self.inputs.config.trainer.save_freq)
 
     def _is_due(self, step: int, every: int) -> bool:
-        return step == self.total or (every > 0 and step % every == 0)
+        return every > 0 and (step == self.total or step % every == 0)
 
     def close(self) -> None:
         """End comparisons and workers, close the journal."""
@@ -175,10 +175,15 @@ def _open_in(
     )
     model_folder = find_model_folder(inputs, folder.path, on_warmup=on_warmup)
     group = make_group(inputs, model_folder)
-    if checkpoint is not None:
-        group.load_checkpoint(checkpoint)
-        logger.info("Resumed from %s: step %d is next.", checkpoint, steps.start)
-    proof = group.sync_weights()
+    try:
+        if checkpoint is not None:
+            group.load_checkpoint(checkpoint)
+            logger.info("Resumed from %s: step %d is next.", checkpoint, steps.start)
+        proof = group.sync_weights()
+        journal = _open_journal(folder, checkpoints, inputs, steps_done, proof)
+    except BaseException:
+        group.close()
+        raise
     stop_ids = stop_token_ids(model_folder, inputs.tokenizer)
     consistency = Consistency(
         config.trainfer.consistency,
@@ -192,7 +197,7 @@ def _open_in(
     return Session(
         inputs=inputs,
         group=group,
-        journal=_open_journal(folder, checkpoints, inputs, steps_done, proof),
+        journal=journal,
         steps=steps,
         stages=stages(config, inputs.plan),
         training_sampling=training_sampling(config, stop_token_ids=stop_ids),

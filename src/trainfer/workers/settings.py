@@ -51,7 +51,7 @@ def trainer_settings(config: TrainConfig, plan: StepPlan, *, total_steps: int) -
 def learning_rate(optim: OptimConfig, *, total_steps: int) -> LearningRate:
     """The schedule; -1 in the configuration stands for the run's own length, or for the warm-up's share of it."""
     span = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
-    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * span)
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * span)
     return LearningRate(
         peak=optim.lr,
         warmup_updates=warmup,

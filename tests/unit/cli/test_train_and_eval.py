@@ -24,7 +24,7 @@ data:
 actor_rollout_ref:
   actor: {{ppo_mini_batch_size: 2, fsdp_config: {{dtype: float32}}}}
   rollout: {{n: 2, dtype: float32}}
-trainer: {{total_training_steps: 2, val_before_train: false, device: cpu}}
+trainer: {{total_training_steps: 2, save_freq: 2, val_before_train: false, device: cpu}}
 trainfer: {{warmup: {{steps: 4, num_layers: 1, hidden_size: 16, intermediate_size: 16}}}}
 """
 
