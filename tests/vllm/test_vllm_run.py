@@ -37,8 +37,12 @@ def test_the_demonstration_trains_on_vllms_samples(tmp_path, dtype):
             assert 1e-4 < line["mismatch/logp_abs_diff_mean"] < 0.1
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+
+
 @pytest.mark.slow
-def test_two_ranks_with_an_engine_each_train_and_prove(tmp_path):
+@pytest.mark.parametrize("launcher", [TORCHRUN, (sys.executable, "-m")], ids=["torchrun", "Ray"])
+def test_two_ranks_with_an_engine_each_train_and_prove(tmp_path, launcher):
     run = tmp_path / "run"
     overrides = [
         "actor_rollout_ref.rollout.name=vllm",
@@ -47,11 +51,9 @@ def test_two_ranks_with_an_engine_each_train_and_prove(tmp_path):
         "trainfer.warmup.steps=60",
         f"trainer.default_local_dir={run}",
     ]
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "trainfer.cli.main", "train", str(DEMO), *overrides),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [*launcher, "trainfer.cli.main", "train", str(DEMO), *overrides]
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RAY_AUTH_MODE": "disabled"}
+    environment = {**os.environ, **settings}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -4,6 +4,7 @@ Imports vLLM: ``environment.prepare_process`` must have run. Leaves out what the
 """
 
 import contextlib
+import os
 from typing import Any
 
 import torch
@@ -62,9 +63,18 @@ def llm_arguments(settings: VllmSettings) -> dict[str, Any]:
 def joins_process_group() -> bool:
     """True where the trainer's ranks each host an engine: vLLM then makes its groups among them.
 
-    All ranks must start and end their engines together, and RANK, LOCAL_RANK and WORLD_SIZE be set.
+    All ranks must start their engines together.
     """
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def _tell_rank() -> None:
+    """In variables that torchrun sets and Ray does not; ``undisturbed`` takes them away again."""
+    if joins_process_group():
+        os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
+        os.environ.setdefault("WORLD_SIZE", str(torch.distributed.get_world_size()))
+        device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        os.environ.setdefault("LOCAL_RANK", str(device))
 
 
 def start(arguments: dict[str, Any]) -> LLM:
@@ -76,6 +86,7 @@ def start(arguments: dict[str, Any]) -> LLM:
     """
     owns_process_group = not torch.distributed.is_initialized()
     with undisturbed():
+        _tell_rank()
         try:
             llm = LLM(**arguments)
         except (ValueError, RuntimeError, OSError, TypeError, AssertionError) as error:
