@@ -41,7 +41,7 @@ test: $(READY)  ## the test suite without the slow tests
 test-slow: $(READY)  ## the tests that take minutes
 	$(BIN)/python -m pytest -n 2 -m 'slow and not gpu and not vllm'
 
-test-vllm: $(VLLM_READY)  ## the tests that need vLLM (about 4 minutes)
+test-vllm: $(VLLM_READY)  ## the tests that need vLLM (about 6 minutes)
 	$(BIN)/python -m pytest -m vllm tests/vllm
 
 gpu: $(READY)  ## the tests that need a CUDA device
