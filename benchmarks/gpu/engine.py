@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 import torch
 from torch import nn
 
@@ -22,12 +23,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shapes import PEAK_FLOPS, copy_bandwidth, matmul_parameters, qwen3_06b, requests_of
 
 from trainfer.engines.builtin.gpu_engine import GpuEngine
-from trainfer.engines.builtin.gpu_graphs import BURST
+from trainfer.engines.builtin.gpu_graphs import BURST, Burst
 from trainfer.engines.limits import EngineLimits
-from trainfer.engines.registry import make_engine
 from trainfer.exact.gpu_linear import ROUTES
 from trainfer.exact.linear import RoutedLinear
+from trainfer.exact.logprobs import row_sampling
 from trainfer.train.rollout.engine import Engine
+from trainfer.types import SamplingParams
 
 
 def unrouted(model: nn.Module) -> nn.Module:
@@ -46,16 +48,20 @@ def timed(engine: Engine, requests: list) -> float:
     return time.perf_counter() - start
 
 
-def decode_ms(engine: Engine, sequences: int, context: int, rounds: int) -> float:
-    """Milliseconds a decode step around ``context``: two lengths of generation, subtracted; host work included."""
-    steps = 4 * BURST
-    times = []
-    for _ in range(rounds + 1):
-        long, short = (
-            timed(engine, requests_of(sequences, prompt=context - steps // 2, new=n)) for n in (steps + 1, 1)
-        )
-        times.append((long - short) / steps * 1000)
-    return statistics.median(times[1:])
+def decode_ms(engine: GpuEngine, sequences: int, context: int) -> float:
+    """Device milliseconds of a decode step around ``context``, draw and log-probs included, host work not."""
+    pages = -(-(context + BURST) // 64)
+    engine.generate(requests_of(sequences, prompt=context, new=2))  # makes cache and graphs
+    assert engine.graphs is not None
+    params = [SamplingParams(max_new_tokens=BURST)] * sequences
+    burst = Burst(
+        input_ids=[1] * sequences,
+        positions=[context - BURST // 2] * sequences,
+        blocks=[range(1 + slot * pages, 1 + (slot + 1) * pages) for slot in range(sequences)],
+        uniforms=numpy.full((BURST, sequences), 0.5),
+        sampling=row_sampling(params, [1] * sequences, device="cpu"),
+    )
+    return engine.graphs.device_milliseconds(burst, 15)
 
 
 def main() -> None:
@@ -72,15 +78,14 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
     limits = EngineLimits(max_num_seqs=256, max_num_batched_tokens=16384)
     engines = {
-        "exact": make_engine("builtin", model=qwen3_06b(), limits=limits),
-        "ordinary": make_engine("builtin", model=unrouted(qwen3_06b()), limits=limits),
+        "exact": GpuEngine(qwen3_06b(), limits=limits),
+        "ordinary": GpuEngine(unrouted(qwen3_06b()), limits=limits),
     }
     requests = requests_of(arguments.sequences, prompt=arguments.prompt, new=arguments.new)
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for name, engine in engines.items():
         start = time.perf_counter()
         timed(engine, requests)
-        assert isinstance(engine, GpuEngine)
         print(f"{name}: first call {time.perf_counter() - start:.1f} s, {type(engine.program).__name__}")
     for shape, route in ROUTES.items():
         print(
@@ -104,7 +109,8 @@ def main() -> None:
     parameters = matmul_parameters(model)
     for sequences in (64, 8):
         results = {
-            name: decode_ms(engine, sequences, 1000, arguments.rounds) for name, engine in engines.items()
+            name: statistics.median(decode_ms(engine, sequences, 1000) for _ in range(arguments.rounds))
+            for name, engine in engines.items()
         }
         kv_bytes = sequences * 1000 * 28 * 2 * 8 * 128 * 2
         floor = (parameters * 2 + kv_bytes) / bandwidth * 1000

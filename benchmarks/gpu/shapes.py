@@ -4,7 +4,7 @@ import random
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from trainfer.exact.attention import ATTENTION_NAME
 from trainfer.exact.linear import route_linears
@@ -23,6 +23,19 @@ def qwen3_06b(*, attention: str = ATTENTION_NAME, dtype: torch.dtype = torch.bfl
         vocab_size=VOCABULARY, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
         head_dim=128, intermediate_size=3072, max_position_embeddings=4096, tie_word_embeddings=False,
     )  # fmt: skip
+    return _build(config, attention, dtype)
+
+
+def smollm2_135m(*, attention: str = ATTENTION_NAME, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """The shape of SmolLM2-135M: 30 layers, width 576, 9 and 3 heads of 64, head tied to the embedding."""
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        intermediate_size=1536, max_position_embeddings=8192, tie_word_embeddings=True, rope_theta=100000,
+    )  # fmt: skip
+    return _build(config, attention, dtype)
+
+
+def _build(config: PretrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     register_attention()
     torch.manual_seed(0)
     with torch.device("cuda"):

@@ -71,7 +71,8 @@ def make_engine(
     from trainfer.exact import gpu
 
     if gpu.computes(next(model.parameters())):
-        from trainfer.engines.builtin.gpu_engine import GpuEngine
+        from trainfer.engines.builtin.gpu_engine import GpuEngine, suits
 
-        return GpuEngine(model, limits=limits, weights_version=weights_version)
+        if suits(model):
+            return GpuEngine(model, limits=limits, weights_version=weights_version)
     return BuiltinEngine(model, limits=limits, weights_version=weights_version)

@@ -36,6 +36,7 @@ def fingerprints(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Fingerprint of each whole tensor, by name; those on a CUDA device are read many at a time."""
     found: dict[str, str] = {}
     waiting: dict[str, Tensor] = {}
+    waiting_bytes = 0
     for name, tensor in named_tensors:
         dense = tensor.detach()
         if (
@@ -48,9 +49,10 @@ def fingerprints(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
             continue
         found[name] = ""  # keeps the order of the names
         waiting[name] = dense.reshape(-1)
-        if sum(item.numel() * item.element_size() for item in waiting.values()) > _WAITING_BYTES:
+        waiting_bytes += dense.numel() * dense.element_size()
+        if waiting_bytes > _WAITING_BYTES:
             found |= _read_many(waiting)
-            waiting = {}
+            waiting, waiting_bytes = {}, 0
     return found | _read_many(waiting)
 
 

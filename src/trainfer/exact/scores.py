@@ -85,7 +85,13 @@ class ScoringHead(RoutedLinear):
         """``[1, S, D]`` -> ``[1, S, V]``, or ``[1, S, 2]`` float32 inside ``forward_scores``."""
         if self.wanted is None:
             return super().forward(input)
-        scores = _HeadScores.apply(input[0], self.weight, self.wanted.targets_S, self.wanted.temperatures_S)
+        targets_S, temperatures_S = self.wanted.targets_S, self.wanted.temperatures_S
+        if gpu.computes(input):
+            scores = _HeadScores.apply(input[0], self.weight, targets_S, temperatures_S)
+        else:
+            scores = scores_of_logits(
+                super().forward(input)[0], targets_S, temperatures_S, entropy_gradient=True
+            )
         return torch.stack(scores, dim=-1)[None]
 
 
@@ -93,7 +99,7 @@ def _scoring_head(model: CausalModel) -> ScoringHead | None:
     """The model's head, made fit to answer with scores; None where the model's logits must be had."""
     assert isinstance(model, nn.Module)
     head = dict(model.named_children()).get("lm_head")
-    if not isinstance(head, RoutedLinear) or not gpu.computes(head.weight):
+    if not isinstance(head, RoutedLinear) or head.weight.device.type != "cuda" or not gpu.has_kernels():
         return None
     if head.bias is not None or head._forward_hooks or head._forward_pre_hooks:  # a watcher wants logits
         return None

@@ -11,6 +11,7 @@ Axes: B slots, V vocabulary.
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Protocol, cast
 
 import numpy
 import torch
@@ -25,7 +26,7 @@ from trainfer.engines.builtin.kv_cache import PagedCache
 from trainfer.engines.builtin.scheduler import DecodeStep, Tracked
 from trainfer.engines.limits import EngineLimits
 from trainfer.exact.attention import round_up
-from trainfer.exact.gpu_attention import KEY_BLOCK
+from trainfer.exact.gpu_attention import KEY_BLOCK, supports
 from trainfer.exact.logprobs import RowSampling, row_sampling
 from trainfer.exact.packed import CausalModel
 from trainfer.types import GenerationRequest
@@ -34,6 +35,23 @@ _SPARE = 1.25
 """A cache that must grow grows by this factor, since a new one costs new graphs."""
 
 _TRIAL_SLOTS = 8
+
+
+class _Config(Protocol):
+    hidden_size: int
+    num_attention_heads: int
+
+
+def suits(model: nn.Module) -> bool:
+    """Whether the engine's decode attention computes what the model asks for, by its config."""
+    config = cast(_Config, vars(model)["config"])
+    settings: dict[str, object] = vars(config)
+    size = settings.get("head_dim") or config.hidden_size // config.num_attention_heads
+    kinds = settings.get("layer_types")
+    slides = "sliding_attention" in kinds if isinstance(kinds, list) else bool(settings.get("sliding_window"))
+    capped = settings.get("attn_logit_softcapping") is not None
+    dtype = next(model.parameters()).dtype
+    return isinstance(size, int) and supports(dtype, size) and not slides and not capped
 
 
 class GpuCall(GenerateCall):
@@ -117,6 +135,11 @@ class GpuEngine(BuiltinEngine):
         """The decode forward, once a call has been made."""
         return self._program
 
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """The captured decode steps, once a call has been made."""
+        return self._graphs
+
     def _start(self, requests: Sequence[GenerationRequest], num_blocks: int) -> GenerateCall:
         slots = bucket_of(min(self._limits.max_num_seqs, len(requests)))
         if self._cache is None or self._cache.num_blocks < num_blocks:
@@ -131,8 +154,9 @@ class GpuEngine(BuiltinEngine):
             if self._program is None:
                 self._program = make_program(
                     self._model,
-                    pages * self._limits.block_size,
-                    functools.partial(
+                    max_positions=self._max_positions,
+                    table_positions=pages * self._limits.block_size,
+                    check=functools.partial(
                         self._trial_logits, PagedCache(2 * _TRIAL_SLOTS, self._limits.block_size)
                     ),
                 )

@@ -8,6 +8,7 @@ are, so weights that are written in place, and caches that are filled anew, need
 Axes: B slots, V vocabulary, S steps of a burst.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -131,7 +132,7 @@ class DecodeGraphs:
     def run(self, burst: Burst) -> tuple[list[list[int]], list[list[float]]]:
         """Tokens and log-probs ``[steps][sequences]`` of a burst."""
         count, steps = len(burst.input_ids), burst.uniforms.shape[0]
-        kind = _Kind(slots=bucket_of(count), filters=burst.sampling.filters, greedy=burst.sampling.greedy)
+        kind = self._kind_of(burst)
         if kind not in self._graphs:
             self._graphs[kind] = self._capture(kind)
         self._tensors.load(burst, kind.slots)
@@ -142,6 +143,34 @@ class DecodeGraphs:
             self._tensors.tokens[:steps, :count].tolist(),
             self._tensors.logprobs[:steps, :count].tolist(),
         )
+
+    def _kind_of(self, burst: Burst) -> _Kind:
+        return _Kind(
+            slots=bucket_of(len(burst.input_ids)),
+            filters=burst.sampling.filters,
+            greedy=burst.sampling.greedy,
+        )
+
+    def device_milliseconds(self, burst: Burst, repeats: int) -> float:
+        """Device time of a decode step after ``burst`` was run, median of ``repeats`` bursts; for benchmarks.
+
+        The burst's blocks must reach as far as its own tokens: each repeat starts from it anew.
+        """
+        kind = self._kind_of(burst)
+        self.run(burst)
+        times: list[float] = []
+        steps = burst.uniforms.shape[0]
+        for _ in range(repeats):
+            self._tensors.load(burst, kind.slots)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            start.record()
+            for _ in range(steps):
+                self._graphs[kind].replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / steps)
+        return statistics.median(times)
 
     def _capture(self, kind: _Kind) -> torch.cuda.CUDAGraph:
         self._tensors.park()

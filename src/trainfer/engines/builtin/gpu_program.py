@@ -61,11 +61,13 @@ class PagedPlan:
 
     state: SlotState
     cache: PagedCache
+    max_positions: int
 
     def attend(self, query_THK: Tensor, key_TGK: Tensor, value_TGK: Tensor, form: AttentionForm) -> Tensor:
         """Attention output ``[B, H, K]``."""
-        capacity = self.state.table.shape[1] * self.cache.block_size
-        if not is_plain(form, longest=capacity) or not supports(query_THK.dtype, query_THK.shape[-1]):
+        if not is_plain(form, longest=self.max_positions) or not supports(
+            query_THK.dtype, query_THK.shape[-1]
+        ):
             raise ModelError(
                 "the builtin engine's CUDA decode computes neither windows, soft-caps nor head sizes other than powers of "
                 "two up to 256; use actor_rollout_ref.rollout.name=hf for this model"
@@ -82,8 +84,9 @@ class PagedPlan:
 class ModuleProgram:
     """See the module docstring."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, max_positions: int) -> None:
         self._model = cast(CausalModel, model)
+        self._max_positions = max_positions
 
     def logits(self, state: SlotState, cache: PagedCache) -> Tensor:
         """See ``Program``."""
@@ -92,7 +95,7 @@ class ModuleProgram:
             position_ids=state.positions_B[None],
             use_cache=False,
             logits_to_keep=0,
-            attention_plan=PagedPlan(state=state, cache=cache),
+            attention_plan=PagedPlan(state=state, cache=cache, max_positions=self._max_positions),
         )
         return output.logits[0]
 
@@ -243,17 +246,20 @@ def fits(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def make_program(model: nn.Module, max_positions: int, check: Callable[[Program], Tensor]) -> Program:
+def make_program(
+    model: nn.Module, *, max_positions: int, table_positions: int, check: Callable[[Program], Tensor]
+) -> Program:
     """The fastest program that gives the module's own bits.
 
     Args:
         model: A causal LM in half precision on a CUDA device.
-        max_positions: Positions up to here may be asked for.
+        max_positions: Longest sequence.
+        table_positions: Positions up to here may be asked for, by slots that overshoot.
         check: Logits of a decode forward of some slots, by a program.
     """
-    module = ModuleProgram(model)
+    module = ModuleProgram(model, max_positions)
     if not fits(model):
         return module
     expected = check(module)
-    fused = FusedProgram(model, max_positions)
+    fused = FusedProgram(model, table_positions)
     return fused if torch.equal(check(fused), expected) else module
