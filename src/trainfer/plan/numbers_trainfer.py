@@ -123,7 +123,7 @@ def _old_log_prob_forwards(asked: Asked) -> Number:
     if asked.flag(keys.BYPASS):
         return 0
     filters = (
-        asked.value(keys.TOP_K) not in (None, -1)
+        asked.value(keys.TOP_K) not in (None, -1, 0)
         or asked.value(keys.TOP_P) not in (None, 1)
         or asked.value(keys.MIN_P) not in (None, 0)
     )
@@ -135,6 +135,17 @@ def _old_log_prob_forwards(asked: Asked) -> Number:
 
 def _micro(asked: Asked) -> tuple[int | None, int | None]:
     return _limits(asked, is_dynamic=dynamic(asked), size=keys.MICRO, tokens=keys.TOKENS)
+
+
+def _micro_rows(asked: Asked) -> Number:
+    """Sequences of one micro-batch: those of a rank's mini-batch dealt out as evenly as they go, or as lengths decide."""
+    mini, size = _mini_rows(asked), _micro(asked)[0]
+    if mini is None:
+        return size
+    accumulation = _accumulation(asked)
+    if isinstance(accumulation, int):
+        return between(mini // accumulation, ceil_div(mini, accumulation))
+    return between(1, mini)
 
 
 def _accumulation(asked: Asked) -> Number:
@@ -169,7 +180,7 @@ def derived(asked: Asked) -> Derived:
         sequences_per_replica=known(lambda: _per_replica(asked)),
         mini_batch_sequences_per_rank=known(lambda: _mini_rows(asked)),
         mini_batches_per_epoch=known(lambda: _minis(asked)),
-        micro_batch_sequences_per_rank=known(lambda: _micro(asked)[0] or between(1, _mini_rows(asked) or 1)),
+        micro_batch_sequences_per_rank=known(lambda: _micro_rows(asked)),
         gradient_accumulation_steps=known(lambda: _accumulation(asked)),
         optimizer_steps_per_step=known(lambda: _steps(asked)),
         log_prob_forwards_per_rank=known(lambda: _old_log_prob_forwards(asked)),

@@ -42,13 +42,6 @@ def _processes(config: TrainConfig, plan: StepPlan) -> Iterator[str]:
 
 
 def _ranks(config: TrainConfig, plan: StepPlan) -> Iterator[str]:
-    size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
-    if size == 0 or (size > 0 and plan.num_ranks % size):
-        divisors = ", ".join(str(n) for n in range(1, plan.num_ranks + 1) if plan.num_ranks % n == 0)
-        yield (
-            f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the {plan.num_ranks} rank(s) into whole shard "
-            f"groups; set it to -1 (all ranks) or one of {divisors}."
-        )
     if plan.num_ranks > 1 and config.actor_rollout_ref.rollout.name == "scripted":
         yield (
             f"actor_rollout_ref.rollout.name=scripted answers in the order of its file, which {plan.num_ranks} ranks do not have; "

@@ -30,10 +30,10 @@ def make_meshes(device_type: str, *, num_ranks: int, fsdp_size: int, sequence_pa
     Args:
         device_type: ``cpu`` or ``cuda``.
         num_ranks: Of the process group.
-        fsdp_size: Ranks per shard group; -1, or as many as there are, is one group. Divides the ranks.
+        fsdp_size: Ranks per shard group; -1, or as many as there are and more, is one group. Else it divides the ranks.
         sequence_parallel_size: Ranks that share a sequence. Divides the ranks.
     """
-    if fsdp_size in (-1, num_ranks):
+    if fsdp_size == -1 or fsdp_size >= num_ranks:
         fsdp = init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("fsdp",))
     else:
         fsdp = init_device_mesh(

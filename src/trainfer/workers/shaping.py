@@ -44,7 +44,8 @@ def shape(
     Raises:
         RewardError: a score is not finite.
     """
-    rewards, penalty_metrics = _rewards(config, scores, old, ref)
+    old_logprobs = _old_logprobs(stages, sequences, old)
+    rewards, penalty_metrics = _rewards(config, scores, old_logprobs, ref)
     advantages = group_advantages(
         rewards,
         [sequence.group for sequence in sequences],
@@ -54,7 +55,7 @@ def shape(
     training = training_sequences(
         sequences,
         advantages,
-        old_logprobs=_old_logprobs(stages, sequences, old),
+        old_logprobs=old_logprobs,
         ref_logprobs=_ref_logprobs(config, ref),
         rollout_weights=weights,
     )
@@ -100,18 +101,21 @@ def insist_on_exact(config: TrainConfig, agreement: dict[str, float], found: str
 def _rewards(
     config: TrainConfig,
     scores: Sequence[float],
-    old: Sequence[TokenScores] | None,
+    old_logprobs: Sequence[tuple[float, ...]] | None,
     ref: Sequence[TokenScores] | None,
 ) -> tuple[Sequence[float], dict[str, float]]:
-    """As verl's ``apply_kl_penalty``: a group advantage sums a sequence's token rewards, so it sums the penalty too."""
+    """As verl's ``apply_kl_penalty``: a group advantage sums a sequence's token rewards, so it sums the penalty too.
+
+    In bypass mode the old log-probs are the rollout's here as well.
+    """
     if not config.algorithm.use_kl_in_reward:
         return scores, {}
-    assert old is not None, "stages() asks for both passes"
-    assert ref is not None, "stages() asks for both passes"
+    assert old_logprobs is not None, "stages() does not leave them to the update"
+    assert ref is not None, "stages() asks for the pass"
     weight = config.algorithm.kl_ctrl.kl_coef
     estimator = KlEstimator.of(config.algorithm.kl_penalty)
-    kl = sequence_kl([s.logprobs for s in old], [s.logprobs for s in ref], estimator)
-    means = [total / len(scored.logprobs) for total, scored in zip(kl, old, strict=True)]
+    kl = sequence_kl(old_logprobs, [s.logprobs for s in ref], estimator)
+    means = [total / len(logprobs) for total, logprobs in zip(kl, old_logprobs, strict=True)]
     rewards = [score - weight * total for score, total in zip(scores, kl, strict=True)]
     return rewards, {
         "actor/reward_kl_penalty": sum(means) / len(means),

@@ -16,10 +16,6 @@ def test_a_plain_configuration_passes():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.fsdp_size=3"),
-            "set it to -1 .all ranks. or one of 1, 2",
-        ),
         (("trainer.n_gpus_per_node=2", f"{ROLLOUT}.name=scripted"), "in the order of its file"),
         (("trainer.val_only=true",), "trainfer eval"),
         (

@@ -60,6 +60,18 @@ def test_kl_in_the_reward_takes_the_sequences_kl_off_its_score():
     assert out.metrics["actor/reward_kl_penalty_coeff"] == 0.1
 
 
+def test_kl_in_the_reward_of_bypass_mode_is_between_rollout_and_ref():
+    sampler = [sampled(group=0, sample_index=index, rollout_logprobs=OLD[index].logprobs) for index in (0, 1)]
+    made, plan = planned(
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+        "algorithm.rollout_correction.bypass_mode=true",
+    )
+    out = shape(made, stages(made, plan), sampler, [1.0, 0.0], old=None, ref=REF)
+    assert out.rewards == pytest.approx((1.0 + 0.05, 0.05))
+    assert out.training[1].old_logprobs == (-1.5, -1.0)
+
+
 def test_importance_weights_compare_old_with_rollout():
     out = shaped("algorithm.rollout_correction.rollout_is=token", old=OLD)
     assert out.training[0].rollout_weights == pytest.approx((1.0, math.exp(-1.0)))
