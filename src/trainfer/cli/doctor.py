@@ -41,7 +41,13 @@ class Finding:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(*, as_json: bool) -> int:
     """Say what is installed here and what will work with it."""
-    findings = [*examine_base(), *examine_devices(), *examine_extras(), examine_folder(Path())]
+    findings = [
+        *examine_base(),
+        *examine_devices(),
+        *examine_exactness(),
+        *examine_extras(),
+        examine_folder(Path()),
+    ]
     can_train = all(finding.ok for finding in findings if finding.name in ("python", "torch", "transformers"))
     if as_json:
         answer = {
@@ -94,6 +100,24 @@ def examine_devices() -> list[Finding]:
         for index in range(torch.cuda.device_count())
         for properties in [torch.cuda.get_device_properties(index)]
     ]
+
+
+def examine_exactness() -> list[Finding]:
+    """Whether rollout and training log-probs can be bitwise equal here, on a small decoder, per number format."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        return []
+    import torch
+
+    from trainfer.exact.calibration import calibrate
+    from trainfer.integrations.transformers.tiny import tiny_model
+
+    findings: list[Finding] = []
+    for word, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        found = calibrate(tiny_model("qwen3", hidden_size=256, intermediate_size=768, dtype=dtype))
+        value = f"{word}, {torch.get_num_threads()} threads"
+        means = "trainfer.exact=true on the CPU" if found.is_exact else f"refused: {found.problems[0]}"
+        findings.append(Finding(name="exact mode", value=value, ok=found.is_exact, means=means))
+    return findings
 
 
 def examine_extras() -> list[Finding]:
