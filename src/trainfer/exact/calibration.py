@@ -11,8 +11,8 @@ looks, each comparing with ``torch.equal``:
    gave it. This is where routed experts, sliding windows or whatever else a model brings must prove themselves.
 
 It changes neither model nor random state. What a model computes in training mode (dropout) is out of reach here, and
-refused elsewhere. Linear layers and attention of CUDA devices measure themselves (``gpu_linear``); there only the last
-look is taken.
+refused elsewhere. On a CUDA device ``gpu_linear`` measures and routes, so the second look is only whether a kernel
+computes each form (``gpu_calibration``).
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfer.errors import ModelError
+from trainfer.exact import gpu_calibration
 from trainfer.exact.attention import (
     DECODE_QUERY_ROWS,
     QUERY_MULTIPLE,
@@ -47,31 +48,9 @@ _ROWS = (*range(ROW_MULTIPLE, 65, ROW_MULTIPLE), 96, 128, 200)
 _REFERENCE_FLOPS = 4e9
 """The reference product of a huge layer is kept below this; its row counts above that size are not tried."""
 _POSITIONS = (
-    0,
-    1,
-    15,
-    16,
-    100,
-    190,
-    191,
-    192,
-    207,
-    300,
-    383,
-    384,
-    399,
-    510,
-    511,
-    512,
-    530,
-    703,
-    704,
-    720,
-    896,
-    1023,
-    1024,
-    1090,
-)
+    0, 1, 15, 16, 100, 190, 191, 192, 207, 300, 383, 384, 399, 510,
+    511, 512, 530, 703, 704, 720, 896, 1023, 1024, 1090,
+)  # fmt: skip
 """Where decode is held against prefill."""
 _ACTIVATIONS = frozenset({"act_fn", "act", "activation_fn", "activation"})
 """Names of the modules that hold an MLP's activation."""
@@ -144,9 +123,13 @@ def calibrate(model: nn.Module) -> Calibration:
         torch.manual_seed(0)
         shapes = attention_shapes(model)
         on_cpu = next(model.parameters()).device.type == "cpu"
-        problems = (
-            [*linear_problems(model), *activation_problems(model), *logprob_problems(model)] if on_cpu else []
-        )
+        problems = [*linear_problems(model)]
+        if on_cpu:
+            problems += [*activation_problems(model), *logprob_problems(model)]
+        else:
+            problems += [
+                Problem(operator=name, detail=text) for name, text in gpu_calibration.problems(shapes)
+            ]
         lengths = KeyLengths(safe=safe_lengths(shapes) if on_cpu else (KEY_BLOCK,))
         with using_key_lengths(lengths):
             if on_cpu:

@@ -7,7 +7,6 @@ library's operators compute alone, which is right but not row-invariant; ``has_k
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +14,8 @@ from torch import Tensor
 
 from trainfer.exact.attention import AttentionPlan
 from trainfer.exact.layout import RowLayout
+from trainfer.exact.logprobs import RowScores
 from trainfer.exact.plan import plan_layout
-
-
-class RowScores(NamedTuple):
-    """Of each row of logits, ``[S]`` float32."""
-
-    logprobs_S: Tensor
-    entropies_S: Tensor
-    normalisers_S: Tensor
-    """logsumexp."""
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from trainfer.exact.gpu import RowScores
+from trainfer.exact.logprobs import RowScores
 
 jit = cast(Any, triton.jit)
 

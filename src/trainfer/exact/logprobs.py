@@ -11,11 +11,21 @@ Axes: S scored rows, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainfer.types import SamplingParams
+
+
+class RowScores(NamedTuple):
+    """Of each row of logits, ``[S]`` float32."""
+
+    logprobs_S: Tensor
+    entropies_S: Tensor
+    normalisers_S: Tensor
+    """logsumexp."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

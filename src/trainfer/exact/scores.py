@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trainfer.exact import gpu
 from trainfer.exact.linear import RoutedLinear, linear
-from trainfer.exact.logprobs import log_distribution, row_entropies
+from trainfer.exact.logprobs import RowScores, log_distribution, row_entropies
 from trainfer.exact.packed import CausalModel, PackedBatch, forward_logits
 
 CHUNK_LOGITS = 1 << 27
@@ -135,7 +135,7 @@ class _LogitScores(torch.autograd.Function):
         logits_SV, targets_S, temperatures_S, *scores = ctx.saved_tensors
         gradients = (grad_outputs[0].contiguous(), grad_outputs[1].contiguous())
         gradient_SV = gpu.logits_to_gradient_(
-            logits_SV.clone(), targets_S, temperatures_S, gpu.RowScores(*scores), gradients
+            logits_SV.clone(), targets_S, temperatures_S, RowScores(*scores), gradients
         )
         return gradient_SV, None, None
 
@@ -167,7 +167,7 @@ class _HeadScores(torch.autograd.Function):
                 linear(rows_SD[chunk], weight_VD),
                 targets_S[chunk],
                 temperatures_S[chunk],
-                gpu.RowScores(*(column[chunk] for column in scores)),
+                RowScores(*(column[chunk] for column in scores)),
                 (gradients[0][chunk], gradients[1][chunk]),
             )
             torch.mm(gradient_SV, weight_VD, out=for_rows[chunk])
