@@ -11,8 +11,10 @@ workers. Leaves out which ranks form a group (``workers.mesh``).
 Axes: T rows, t = T/R rows of one rank, R ranks of the group, H query heads, G key/value heads, K head size, S scored rows.
 """
 
+from array import array
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from trainfer.errors import ModelError
 from trainfer.exact.attention import AttentionForm, AttentionPlan
+from trainfer.exact.layout import RowLayout
 from trainfer.exact.packed import ROW_MULTIPLE, PackedBatch
 
 
@@ -80,7 +83,7 @@ def slice_rows(batch: PackedBatch, shard: SequenceShard) -> SlicedBatch:
     packed = PackedBatch(
         input_ids=batch.input_ids[:, start : start + rows],
         position_ids=batch.position_ids[:, start : start + rows],
-        plan=UlyssesPlan(whole=batch.plan, shard=shard),
+        plan=UlyssesPlan(whole=batch.plan, shard=shard, first_row=start, num_rows=rows),
         scored_rows=torch.tensor(mine + surplus, dtype=torch.int64, device=batch.scored_rows.device),
         targets_S=batch.targets_S[first:last],
         sequence_lengths=batch.sequence_lengths,
@@ -97,12 +100,39 @@ def whole_rows(values_S: Tensor, batch: SlicedBatch, shard: SequenceShard) -> Te
     return whole
 
 
+@runtime_checkable
+class _Packed(Protocol):
+    """A plan of whole sequences."""
+
+    @property
+    def layout(self) -> RowLayout: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UlyssesPlan:
     """Attention over all rows with a share of the heads."""
 
     whole: AttentionPlan
     shard: SequenceShard
+    first_row: int
+    """Of this rank, among those of all ranks."""
+    num_rows: int
+    """t."""
+
+    def row_prefixes(self) -> list[tuple[Hashable, Sequence[int]] | None]:
+        """For each row its sequence and all tokens up to the row; None for a dummy row. Only a probe asks."""
+        assert isinstance(self.whole, _Packed), "ranks share packed sequences"
+        layout = self.whole.layout
+        assert not layout.stems, "where ranks slice rows no prompt is shared"
+        stop = self.first_row + self.num_rows
+        named: list[tuple[Hashable, Sequence[int]] | None] = []
+        for number, sequence in enumerate(layout.sequences):
+            begin, end = sequence.own_start, sequence.own_start + sequence.length
+            ids = layout.token_ids[begin:end]
+            tokens = memoryview(array("q", ids))  # slices of it copy nothing
+            mine = range(max(begin, self.first_row), min(end, stop))
+            named.extend(((number, ids), tokens[: row - begin + 1]) for row in mine)
+        return named + [None] * (self.num_rows - len(named))
 
     def attend(self, query_THK: Tensor, key_TGK: Tensor, value_TGK: Tensor, form: AttentionForm) -> Tensor:
         """Attention output ``[t, H, K]`` of this rank's rows."""

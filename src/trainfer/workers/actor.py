@@ -158,7 +158,14 @@ class ActorWorker:
 
     def _watched(self, pass_name: str) -> AbstractContextManager[StepCapture | None]:
         order = self._order if self._order is not None and self._order.train_pass == pass_name else None
-        return watched(self.model, order, side="train", pass_name=pass_name, version=self.weights_version)
+        return watched(
+            self.model,
+            order,
+            side="train",
+            pass_name=pass_name,
+            version=self.weights_version,
+            records=self._shard is None or self._shard.rank == 0,
+        )
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, random generators and counters below ``folder``."""

@@ -60,6 +60,8 @@ class StepCapture:
     def __init__(
         self, model: nn.Module, order: CaptureOrder, *, side: str, pass_name: str | None, weights_version: int
     ) -> None:
+        self.records = True
+        """False: ``record`` does nothing."""
         self._side = side
         self._open: Capture | None = None
         try:
@@ -86,7 +88,7 @@ class StepCapture:
         for sequence in sequences:
             by_sampling.setdefault(sequence.sampling, []).append(sequence)
         for sampling, members in by_sampling.items():
-            if self._open is None:
+            if self._open is None or not self.records:
                 return
             try:
                 self._open.record_logprobs(
@@ -131,13 +133,23 @@ class StepCapture:
 
 @contextmanager
 def watched(
-    model: nn.Module | None, order: CaptureOrder | None, *, side: str, pass_name: str | None, version: int
+    model: nn.Module | None,
+    order: CaptureOrder | None,
+    *,
+    side: str,
+    pass_name: str | None,
+    version: int,
+    records: bool = True,
 ) -> Iterator[StepCapture | None]:
-    """The capture that the order asks for, around one pass; None where nothing is to be captured."""
+    """The capture that the order asks for, around one pass; None where nothing is to be captured.
+
+    ``records`` is False on a rank whose sequences another rank of the same rows records.
+    """
     if model is None or order is None:
         yield None
         return
     with StepCapture(model, order, side=side, pass_name=pass_name, weights_version=version) as opened:
+        opened.records = records
         yield opened
 
 
