@@ -94,6 +94,7 @@ class RankedGroup:
             self._setup.plan.data_parallel_size,
             limit,
             balanced=self._setup.config.trainer.balance_batch,
+            prompts=[sequence.prompt.token_ids for sequence in sequences] if self._shares_prompts else None,
         )
         answers = self._transport.call(
             self._for_every_rank(
@@ -129,6 +130,7 @@ class RankedGroup:
                 plan.data_parallel_size,
                 settings.limit,
                 balanced=self._setup.config.trainer.balance_batch,
+                share_prompts=self._shares_prompts,
             )
             for step in steps
         ]
@@ -199,6 +201,11 @@ class RankedGroup:
     def close(self) -> None:
         """End every rank."""
         self._transport.close()
+
+    @property
+    def _shares_prompts(self) -> bool:
+        """False where ranks slice rows: no prompt is shared then."""
+        return self._setup.plan.sequence_parallel_size == 1
 
     def _for_every_rank(self, per_share: Sequence[T]) -> list[T]:
         """Ranks that share sequences, which are neighbours, get the same."""

@@ -25,13 +25,32 @@ class Share:
     """Into ``indices``; equally many on every rank."""
 
 
-def shares(lengths: Sequence[int], num_ranks: int, limit: ForwardLimit, *, balanced: bool) -> list[Share]:
-    """Divide one pass over ``num_ranks`` data-parallel ranks."""
-    dealt = deal(lengths, num_ranks, balanced=balanced)
+def shares(
+    lengths: Sequence[int],
+    num_ranks: int,
+    limit: ForwardLimit,
+    *,
+    balanced: bool,
+    prompts: Sequence[tuple[int, ...]] | None,
+) -> list[Share]:
+    """Divide one pass over ``num_ranks`` data-parallel ranks.
+
+    Args:
+        lengths: Tokens of each sequence.
+        num_ranks: Data-parallel ranks.
+        limit: Of one forward on one rank.
+        balanced: Even out the tokens of ranks.
+        prompts: Of each sequence; equal ones stay together as far as they can, to be computed once. None where ranks
+            share sequences: then no prompt is shared.
+    """
+    dealt = deal(lengths, num_ranks, balanced=balanced, groups=prompts)
     forwards = equal_forwards(
         [[lengths[index] for index in indices] for indices in dealt],
         max_sequences=limit.sequences,
         max_tokens=limit.tokens,
+        groups_by_rank=None
+        if prompts is None
+        else [[prompts[index] for index in indices] for indices in dealt],
     )
     return [
         Share(indices=tuple(indices), micro_batches=tuple(tuple(part) for part in parts))
@@ -40,11 +59,18 @@ def shares(lengths: Sequence[int], num_ranks: int, limit: ForwardLimit, *, balan
 
 
 def mini_batch_shares(
-    sequences: Sequence[TrainingSequence], num_ranks: int, limit: ForwardLimit, *, balanced: bool
+    sequences: Sequence[TrainingSequence],
+    num_ranks: int,
+    limit: ForwardLimit,
+    *,
+    balanced: bool,
+    share_prompts: bool,
 ) -> list[tuple[Share, MiniBatch]]:
     """Divide one optimizer step; every rank's part knows the totals of all."""
     totals = MiniBatch.whole(sequences).totals
     lengths = [len(sequence.token_ids) for sequence in sequences]
+    prompts = [sequence.token_ids[: sequence.prompt_length] for sequence in sequences]
+    divided = shares(lengths, num_ranks, limit, balanced=balanced, prompts=prompts if share_prompts else None)
     return [
         (
             share,
@@ -54,5 +80,5 @@ def mini_batch_shares(
                 micro_batches=share.micro_batches,
             ),
         )
-        for share in shares(lengths, num_ranks, limit, balanced=balanced)
+        for share in divided
     ]
