@@ -78,6 +78,7 @@ class ModuleHooks:
         self._told: set[str] = set()
         self._heads = _head_names(modules, self._names)
         self._functions: FunctionWatcher | None = None
+        self._may_be_in_a_graph = torch.cuda.is_available()
         self.fired: set[str] = set()
         self._handles: list[RemovableHandle] = []
         # In code that is compiled while the hooks are on, they break the graph and run eagerly.
@@ -99,6 +100,8 @@ class ModuleHooks:
         self._leave_functions()
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if self._in_a_graph():
+            return
         name = self._names[id(module)]
         self.fired.add(name)
         frame = self._open(name, module, args, kwargs)
@@ -111,7 +114,7 @@ class ModuleHooks:
             self._record(frame, Role.INPUT, where, tensor, head=head)
 
     def _after(self, _module: nn.Module, _args: object, _kwargs: object, output: object) -> None:
-        if not self._frames:
+        if not self._frames or self._in_a_graph():
             return
         frame = self._frames.pop()
         call = frame.call
@@ -158,6 +161,10 @@ class ModuleHooks:
         if self._functions is not None:
             self._functions.__exit__(None, None, None)
             self._functions = None
+
+    def _in_a_graph(self) -> bool:
+        """True while a CUDA graph is recorded: nothing can be read then, and its replays run no hooks."""
+        return self._may_be_in_a_graph and torch.cuda.is_current_stream_capturing()
 
     def _watches(self, name: str) -> bool:
         return self._settings.level.modules and name in self._chosen
