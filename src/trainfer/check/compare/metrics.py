@@ -1,7 +1,8 @@
 """Differences of two row matrices: sums over elements, and one error per row.
 
-Takes rows of any dtype, [n, F] on either side; gives ``Metrics`` and float32 errors [n]. Bitwise equal
-chunks cost one pass over the bytes; others about twenty passes over a chunk that stays in cache.
+Takes rows of any dtype, [n, F] on either side; gives ``Metrics`` and float32 errors [n]. Works on chunks that stay in
+a core's cache: equal ones cost one pass, others about twenty. Where a value is NaN, infinite or too large for float32
+sums, or a dtype is wider than float32, a careful and slower way is taken.
 """
 
 import math
@@ -11,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainfer.check.compare.quick import CHUNK, QuickComparison
 from trainfer.check.compare.records import Metrics
+from trainfer.check.compare.ulps import ulp_max
 
-CHUNK = 1 << 16
-"""Elements compared at a time."""
+_NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _WIDE = frozenset({torch.float64, torch.int64, torch.int32, torch.uint32, torch.uint64, torch.complex64})
-_ULP_VIEWS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def compare_rows(rollout: Tensor, train: Tensor) -> tuple[Metrics, NDArray[np.float32]]:
@@ -28,10 +29,14 @@ def compare_rows(rollout: Tensor, train: Tensor) -> tuple[Metrics, NDArray[np.fl
     assert rollout.shape == train.shape, "rows are paired and cut to equal widths before"
     num_rows, width = rollout.shape
     errors = np.zeros(num_rows, dtype=np.float32)
+    if num_rows == 0 or width == 0:
+        return Metrics(), errors
+    if rollout.dtype in _NARROW and train.dtype in _NARROW:
+        quick = QuickComparison(rollout, train)
+        if quick.is_valid:
+            return quick.metrics(), quick.errors()
     total = Metrics()
-    step = max(1, CHUNK // max(width, 1))
-    if rollout.dtype == train.dtype and torch.equal(rollout, train):
-        return _all_equal(rollout.numel()), errors
+    step = max(1, CHUNK // width)
     for start in range(0, num_rows, step):
         x, y = rollout[start : start + step], train[start : start + step]
         if x.dtype == y.dtype and torch.equal(x, y):
@@ -59,7 +64,7 @@ def _compare_chunk(x: Tensor, y: Tensor) -> tuple[Metrics, Tensor]:
     if not math.isfinite(sum_abs):
         return _compare_with_odd_values(x, y, given)
     metrics, errors = _finite_chunk(x, y, d, magnitude)
-    return _with(metrics, sum_abs=sum_abs, ulp=_ulp_max(*given)), errors
+    return _with(metrics, sum_abs=sum_abs, ulp=ulp_max(*given)), errors
 
 
 def _finite_chunk(x: Tensor, y: Tensor, d: Tensor, magnitude: Tensor) -> tuple[Metrics, Tensor]:
@@ -118,7 +123,7 @@ def _compare_with_odd_values(x: Tensor, y: Tensor, given: tuple[Tensor, Tensor])
     same = x == y
     bad = (x_odd | y_odd) & ~same
     out = x_odd | y_odd
-    ulp = _ulp_max(*(values.masked_fill(out, 0) for values in given))
+    ulp = ulp_max(*(values.masked_fill(out, 0) for values in given))
     x_clean, y_clean = x.masked_fill(out, 0.0), y.masked_fill(out, 0.0)
     d = y_clean - x_clean
     magnitude = d.abs()
@@ -135,29 +140,3 @@ def _compare_with_odd_values(x: Tensor, y: Tensor, given: tuple[Tensor, Tensor])
         )
     )
     return metrics, errors.masked_fill(bad.any(1), float("inf"))
-
-
-def _ulp_max(x: Tensor, y: Tensor) -> int:
-    """Largest number of representable steps between two elements; NaN left out, 0 for dtypes without steps."""
-    if x.dtype != y.dtype:
-        if not (x.is_floating_point() and y.is_floating_point()):
-            return 0
-        coarser = min((x.dtype, y.dtype), key=lambda dtype: -torch.finfo(dtype).eps)
-        x, y = x.to(coarser), y.to(coarser)
-    view = _ULP_VIEWS.get(x.dtype)
-    if view is None or x.numel() == 0:
-        return 0
-    a, b = _ordered(x.contiguous().view(view)), _ordered(y.contiguous().view(view))
-    steps = torch.maximum(a, b).sub_(torch.minimum(a, b))
-    return int(steps.numpy().view(np.uint32).max())
-
-
-def _ordered(bits: Tensor) -> Tensor:
-    """Whole numbers in the order of the floats, one apart for neighbours; +0 and −0 are both 0.
-
-    The distance of two of them fits 32 bits without sign, so that a wrapping difference is right.
-    """
-    mask = 0x7FFF if bits.dtype is torch.int16 else 0x7FFFFFFF
-    bits = bits.int()
-    signs = bits >> 31
-    return signs.bitwise_and(mask).bitwise_xor_(bits).sub_(signs)
