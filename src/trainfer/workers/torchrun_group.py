@@ -32,6 +32,7 @@ from trainfer.workers.rank import Answer_co, Command, Place, RankSetup, RankWork
 
 GRACE_SECONDS = 60.0
 """After a rank has failed, how long the others may take to come out of what they are doing."""
+STORE_TIMEOUT = timedelta(seconds=10)
 LAST_WORDS = "trainfer/last_words"
 _POLL_SECONDS = 0.5
 
@@ -92,6 +93,7 @@ class TorchrunTransport:
         """Give command r to rank r, rank 0 being this process; see ``Transport``."""
         worker = self._worker
         assert worker is not None, "a closed group takes no commands"
+        self._watch.next_call()
         with self._watch, self._losses_named():
             dist.scatter_object_list([None], list(commands), src=0, group=self._control)
             outcome = _run(worker, commands[0])
@@ -168,12 +170,18 @@ class _Watch:
         self._give_up = give_up
         self._busy = threading.Event()
         self._words: str | None = None
+        self._call = 0
         threading.Thread(target=self._look, daemon=True).start()
 
     @property
     def has_failed(self) -> bool:
         """True when some rank cannot go on."""
         return self._words is not None
+
+    def next_call(self) -> None:
+        """Every rank has come out of the last command: what was said of it is of no concern any more."""
+        self._call += 1
+        self._words = None
 
     def failed(self, words: str) -> None:
         """This very rank has failed: others may wait for it."""
@@ -197,12 +205,15 @@ class _Watch:
         since: float | None = None
         while True:
             time.sleep(_POLL_SECONDS)
+            call = self._call
             if self._words is None:
                 try:
-                    if self._store.check([LAST_WORDS]):
-                        self._words = self._store.get(LAST_WORDS).decode()
+                    found = self._store.check([_key(call)])
+                    words = self._store.get(_key(call)).decode() if found else None
                 except RuntimeError:  # the store is gone: the run is ending
                     return
+                if call == self._call:
+                    self._words = words
             if self._words is None or not self._busy.is_set():
                 since = None
                 continue
@@ -220,6 +231,7 @@ def serve(launched: Launched, device_type: str) -> None:
     assert isinstance(setup, RankSetup)
     assert isinstance(run_folder, Path)
     send_output_to(rank_log(run_folder, launched.rank))
+    call = 0
     try:
         dist.gather_object(Process.this(), None, dst=0, group=control)
         worker = RankWorker(setup, _place(launched))
@@ -228,13 +240,14 @@ def serve(launched: Launched, device_type: str) -> None:
             dist.scatter_object_list(command, None, src=0, group=control)
             if command[0] is None:
                 break
+            call += 1
             outcome = _run(worker, command[0])
             if outcome.error is not None:
-                _leave_words(launched, str(outcome.error))
+                _leave_words(launched, call, str(outcome.error))
             dist.gather_object(outcome, None, dst=0, group=control)
         worker.close()
     except BaseException as error:
-        _leave_words(launched, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        _leave_words(launched, call, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         raise
 
 
@@ -265,12 +278,19 @@ def _place(launched: Launched) -> Place:
 
 
 def _store(launched: Launched) -> TCPStore:
-    return TCPStore(launched.host, launched.port, is_master=False, wait_for_workers=False)
+    return TCPStore(
+        launched.host, launched.port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
+    )
 
 
-def _leave_words(launched: Launched, words: str) -> None:
+def _key(call: int) -> str:
+    """Calls are counted alike on all ranks; what is said while the group starts belongs to call 0."""
+    return f"{LAST_WORDS}/{call}"
+
+
+def _leave_words(launched: Launched, call: int, words: str) -> None:
     try:
-        _store(launched).set(LAST_WORDS, f"rank {launched.rank}: {words}")
+        _store(launched).set(_key(call), f"rank {launched.rank}: {words}")
     except RuntimeError:  # nobody is left to read them
         return
 
