@@ -71,7 +71,7 @@ WORDS = (
     "dd",
     "cab",
     "b",
-    "abd",
+    "abc" * 2,
 )
 GENERATE, OLD, REF, UPDATE, OTHER = "generate", "old_logprobs", "ref_logprobs", "update", "other"
 
@@ -164,6 +164,8 @@ class Event:
     """``completions``, ``forward``, ``backward`` or ``optimizer step``."""
     lengths: tuple[int, ...] = ()
     """Tokens of each completion, or of each sequence of a forward."""
+    rows: int = 0
+    """Of a forward on this rank, dummies included."""
     digest: str = ""
     """Of a forward's tokens, all ranks' rows together."""
 
@@ -183,7 +185,8 @@ def observed(stage: str) -> Iterator[list[Event]]:
             layout = plan.layout
             lengths = tuple(sequence.length for sequence in layout.sequences)
             digest = hashlib.sha256(repr(layout.token_ids).encode()).hexdigest()
-            events.append(Event(stage=stage, what="forward", lengths=lengths, digest=digest))
+            rows = named["input_ids"].shape[1]
+            events.append(Event(stage=stage, what="forward", lengths=lengths, rows=rows, digest=digest))
 
     backward = torch.Tensor.backward
 
@@ -317,6 +320,7 @@ class Ranks:
         return {
             "derived": document["derived"],
             "step": document["step"],
+            "tensors": document["tensors"],
             "ranks": [[asdict(event) for event in events] for events in self.told],
         }
 

@@ -10,6 +10,8 @@ from plan_counts import GENERATE, OLD, OTHER, REF, UPDATE, Event, draw_plans, ov
 
 from trainfer.config.load import load_config
 from trainfer.errors import PlanError
+from trainfer.exact import packed
+from trainfer.plan import numbers_trainfer
 from trainfer.workers.session import open_session
 
 CHOSEN = {
@@ -66,8 +68,12 @@ def check_as_planned(told, sizes):
     sharing = step["sequence_parallel_size"]
     assert len(ranks) == derived["num_gpus"] == derived["data_parallel_size"] * sharing, sizes
     assert len(ranks) == derived["rollout_replicas"], sizes
+    rows = rows_on_a_rank(told["tensors"], sharing)
     for events in ranks:
         check_rank(derived, step, events, sizes)
+        assert rows.keys() == {event.stage for event in events if event.what == "forward"}, sizes
+        for event in events:
+            assert event.what != "forward" or event.rows <= rows[event.stage], (event, rows, sizes)
     for first in range(0, len(ranks), sharing):
         computed = [event for event in ranks[first] if event.stage != GENERATE]
         for other in ranks[first : first + sharing]:
@@ -78,6 +84,17 @@ def check_as_planned(told, sizes):
     whole = derived["sequences_per_step"] + derived["padding_sequences"]
     trained = [event for event in leading if event.stage == UPDATE]
     assert num_sequences(trained) == step["ppo_epochs"] * whole, sizes
+
+
+def rows_on_a_rank(tensors, sharing):
+    """By stage, the most rows that the plan's table of tensors gives one forward."""
+    ending = ", one micro-batch" + (f", one GPU of {sharing}" if sharing > 1 else "")
+    return {
+        stage: int(tensor["shape"][1].removeprefix("≤ "))
+        for stage, name in ((OLD, "old log-probs"), (REF, "reference log-probs"), (UPDATE, "update"))
+        for tensor in tensors
+        if tensor["stage"] == name + ending
+    }
 
 
 def check_rank(derived, step, events, sizes):
@@ -172,6 +189,10 @@ def test_a_count_that_differs_is_noticed(prepared, tmp_path, what, change):
     events[index : index + 1] = [events[index]] * (2 if change == "twice" else 0)
     with pytest.raises(AssertionError):
         check_as_planned(told, sizes)
+
+
+def test_the_plan_knows_the_rows_that_dummies_fill_up():
+    assert numbers_trainfer.ROW_MULTIPLE == packed.ROW_MULTIPLE
 
 
 def test_what_the_plan_refuses_does_not_start(prepared, tmp_path):

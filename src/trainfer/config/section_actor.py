@@ -115,7 +115,9 @@ class FsdpConfig(Section, frozen=True, kw_only=True):
 
     fsdp_size: Annotated[
         CountOrAll,
-        Meta(description="Ranks per shard group; more ranks are replicas. -1, or as many as there are: one group."),
+        Meta(
+            description="Ranks per shard group; more ranks are replicas. -1, or as many as there are: one group."
+        ),
     ] = -1
     param_offload: Annotated[
         bool, Meta(description="Keep parameters in host memory while the engine generates.")

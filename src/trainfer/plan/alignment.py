@@ -14,13 +14,16 @@ from trainfer.plan.verl_sizes import data_parallel
 ENVIRONMENT = "TORCHDYNAMO_DISABLE"
 
 
-def alignment(asked: Asked, *, environment: Mapping[str, str], balance_remark: str = "") -> Alignment:
+def alignment(
+    asked: Asked, *, environment: Mapping[str, str], balance_remark: str = "", ragged: bool = False
+) -> Alignment:
     """The checklist for one input.
 
     Args:
         asked: Values; conditions on values that are not known fail.
         environment: Variables that reach the training processes, as far as known.
         balance_remark: Why balancing cannot be turned off under this rule set; empty where it can.
+        ragged: True where a micro-batch size need not divide the mini-batch.
     """
     balanced = known(lambda: asked.flag(keys.BALANCE, default=True))
     return Alignment(
@@ -29,7 +32,7 @@ def alignment(asked: Asked, *, environment: Mapping[str, str], balance_remark: s
             _condition(
                 "gradient_accumulation",
                 (keys.MINI, keys.N, keys.MICRO),
-                known(lambda: _accumulation(asked)),
+                known(lambda: _accumulation(asked, ragged=ragged)),
                 1,
             ),
             _condition(
@@ -74,9 +77,10 @@ def _mini_batches(asked: Asked) -> Value:
     return _ratio(asked.count(keys.TRAIN), asked.count(keys.MINI))
 
 
-def _accumulation(asked: Asked) -> Value:
+def _accumulation(asked: Asked, *, ragged: bool) -> Value:
     rows = asked.count(keys.MINI) * asked.count(keys.N, 1)
-    return _ratio(rows, asked.count(keys.MICRO) * data_parallel(asked))
+    together = asked.count(keys.MICRO) * data_parallel(asked)
+    return -(-rows // together) if ragged else _ratio(rows, together)
 
 
 def _ratio(number: int, divisor: int) -> Value:

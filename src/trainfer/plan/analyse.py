@@ -41,6 +41,7 @@ def analyse(question: Question, rules: Rules | None = None, *, with_suggestions:
     if curable and not any(problem.severity == "error" for problem in structural):
         remedies = tuple(suggest(asked, rule_set.rules))
         found = [replace(p, suggestions=remedies) if needs_cure(p) else p for p in found]
+    settled = rule_set.settled(asked)
     return Plan(
         rules=chosen,
         system=rule_set.system,
@@ -48,9 +49,9 @@ def analyse(question: Question, rules: Rules | None = None, *, with_suggestions:
         values=_rows(values, settings),
         derived=rule_set.derived(asked),
         problems=(*structural, *found),
-        alignment=rule_set.alignment(asked, _environment(question, values)),
+        alignment=rule_set.alignment(settled, _environment(question, values)),
         tensors=tensors(chosen, asked),
-        memory=estimate(question.model, asked),
+        memory=estimate(question.model, settled),
         notes=(
             *question.notes,
             *_general_notes(asked, chosen),

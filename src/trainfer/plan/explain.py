@@ -19,7 +19,7 @@ PARAGRAPHS: dict[str, str] = {
     keys.MICRO: "Sequences of one forward and backward on one rank. It is not compared with ppo_mini_batch_size as typed "
     "(that counts prompts over all ranks), but with a rank's share of the mini-batch, ppo_mini_batch_size x n / "
     "data-parallel size, which it must divide in verl; in trainfer it need not. Memory and time only: the gradient "
-    "accumulates over share / this micro-batches.",
+    "accumulates over share / this micro-batches (rounded up, and as even as they can be, in trainfer).",
     keys.MICRO_GLOBAL: "Deprecated: sequences of one forward and backward over all ranks. verl 0.6 divides it by the "
     "data-parallel size; 0.9 accepts it in its configuration check and then fails. Use the key ending in _per_gpu.",
     keys.DYNAMIC: "Fill micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by a number of sequences. verl then "
@@ -33,14 +33,18 @@ PARAGRAPHS: dict[str, str] = {
     "attention heads must be a multiple of it, its key-value heads a multiple or a divisor. Needs use_remove_padding. "
     "Token budgets are multiplied by it.",
     keys.FSDP_SIZE: "GPUs of one shard group; more GPUs are replicas (hybrid sharding). It changes the mesh and the memory, "
-    "never the batch: the data-parallel size stays GPUs / sequence-parallel size.",
+    "never the batch: the data-parallel size stays GPUs / sequence-parallel size. -1, or as many as there are or more, is one "
+    "group.",
     keys.TP: "GPUs of one rollout engine (times its data- and pipeline-parallel sizes). Divides the GPUs: engines = GPUs / "
-    "this. verl's default is 2, trainfer's 1.",
+    "this. verl's default is 2, trainfer's 1: there each of several ranks hosts an engine of its own, and only a run of one rank "
+    "can drive a vLLM of several GPUs.",
     keys.WORKERS: "Processes that drive generation in verl, 8 by default. In 0.6 with rollout.mode=async they must divide "
     "prompts x n; in 0.6 sync they play no part; in 0.9 a ragged split is allowed. The number of GPUs has nothing to do "
     "with it.",
-    keys.LOG_PROB: "Sequences of one forward of the old-log-prob pass on one rank. Forwards = sequences per rank / this; the "
-    "last may be smaller in verl 0.6 and trainfer, in 0.9 it must divide.",
+    keys.LOG_PROB: "Sequences of one forward of the old-log-prob pass on one rank. Forwards = sequences per rank / this, "
+    "rounded up in verl 0.6 and trainfer; in 0.9 it must divide. trainfer makes the pass only where the update's own "
+    "forward cannot give the old log-probs: with several optimizer steps a step, sampling filters, importance weights or "
+    "a KL in the reward.",
     keys.REF: "Sequences of one forward of the reference model on one rank, where a KL term uses one. Divides as the "
     "old-log-prob size does.",
     keys.LOG_PROB_TOKENS: "Most tokens of one old-log-prob forward on one GPU, with dynamic batches; follows the actor's "

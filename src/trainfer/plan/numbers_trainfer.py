@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 
 from trainfer.plan import keys
-from trainfer.plan.asked import Asked, known
+from trainfer.plan.asked import Asked, NotKnown, known
 from trainfer.plan.records import Derived, Number, StepPlan
 from trainfer.plan.verl_sizes import between, ceil_div, full_micro_batches
 
 DEFAULT_TOKENS = 16384
 """verl's default of ``actor.ppo_max_token_len_per_gpu``."""
+ROW_MULTIPLE = 8
+"""Rows of a packed batch on one rank are a multiple of this, as in ``exact.packed``, which loads torch."""
 
 
 def num_ranks(asked: Asked) -> int:
@@ -49,22 +51,33 @@ def _limits(asked: Asked, *, is_dynamic: bool, size: str, tokens: str) -> tuple[
     return None, budget * asked.count(keys.SP, 1)
 
 
+def _micro(asked: Asked) -> tuple[int | None, int | None]:
+    return _limits(asked, is_dynamic=dynamic(asked), size=keys.MICRO, tokens=keys.TOKENS)
+
+
+def _log_prob(asked: Asked) -> tuple[int | None, int | None]:
+    is_dynamic = log_prob_dynamic(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB)
+    return _limits(asked, is_dynamic=is_dynamic, size=keys.LOG_PROB, tokens=keys.LOG_PROB_TOKENS)
+
+
+def _ref_log_prob(asked: Asked) -> tuple[int | None, int | None]:
+    is_dynamic = log_prob_dynamic(asked, keys.REF_DYNAMIC, keys.REF)
+    return _limits(asked, is_dynamic=is_dynamic, size=keys.REF, tokens=keys.REF_TOKENS)
+
+
 def step_plan(asked: Asked) -> StepPlan:
     """The numbers of one step; raises :class:`NotKnown` where one cannot be known. Check ``problems`` first."""
     ranks, parallel = num_ranks(asked), data_parallel_size(asked)
     prompts, samples, mini = asked.count(keys.TRAIN), asked.count(keys.N, 1), asked.count(keys.MINI)
-    micro, micro_tokens = _limits(asked, is_dynamic=dynamic(asked), size=keys.MICRO, tokens=keys.TOKENS)
-    log_prob_is_dynamic = log_prob_dynamic(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB)
-    log_prob = _limits(asked, is_dynamic=log_prob_is_dynamic, size=keys.LOG_PROB, tokens=keys.LOG_PROB_TOKENS)
-    ref_is_dynamic = log_prob_dynamic(asked, keys.REF_DYNAMIC, keys.REF)
-    ref = _limits(asked, is_dynamic=ref_is_dynamic, size=keys.REF, tokens=keys.REF_TOKENS)
+    micro, micro_tokens = _micro(asked)
+    log_prob, ref = _log_prob(asked), _ref_log_prob(asked)
     mini_per_rank = mini * samples // parallel
     epochs = asked.count(keys.EPOCHS, 1)
     return StepPlan(
         num_ranks=ranks,
         data_parallel_size=parallel,
         sequence_parallel_size=asked.count(keys.SP, 1),
-        rollout_replicas=ranks // asked.count(keys.TP, 1),
+        rollout_replicas=max(1, ranks // asked.count(keys.TP, 1)),
         prompts_per_step=prompts,
         sequences_per_prompt=samples,
         sequences_per_step=prompts * samples,
@@ -95,6 +108,48 @@ def _micro_batches(rows: int, limits: tuple[int | None, int | None], width: int)
     return between(ceil_div(2 * rows, tokens), min(rows, full_micro_batches(rows, tokens, width)))
 
 
+def settled(asked: Asked) -> Asked:
+    """With the switches of dynamic batches as they follow from the sizes where nobody set them."""
+    switches = {
+        keys.DYNAMIC: known(lambda: dynamic(asked)),
+        keys.LOG_PROB_DYNAMIC: known(lambda: log_prob_dynamic(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB)),
+        keys.REF_DYNAMIC: known(lambda: log_prob_dynamic(asked, keys.REF_DYNAMIC, keys.REF)),
+    }
+    return asked.with_values({key: value for key, value in switches.items() if value is not None})
+
+
+def old_log_prob_rows(asked: Asked) -> int:
+    """Rows of the largest forward of the old-log-prob pass, all ranks that share its sequences; 0 without a pass."""
+    if _old_log_prob_forwards(asked) == 0:
+        return 0
+    return _packed_rows(asked, _rows(asked), _log_prob(asked))
+
+
+def ref_log_prob_rows(asked: Asked) -> int:
+    """The same of the reference model."""
+    return _packed_rows(asked, _rows(asked), _ref_log_prob(asked)) if uses_ref(asked) else 0
+
+
+def update_rows(asked: Asked) -> int:
+    """The same of the update."""
+    mini = _mini_rows(asked)
+    if mini is None:
+        raise NotKnown(keys.MINI)
+    return _packed_rows(asked, mini, _micro(asked))
+
+
+def _packed_rows(asked: Asked, sequences: int, limits: tuple[int | None, int | None]) -> int:
+    """Of one forward when all sequences are full; dummies make it a multiple of ``ROW_MULTIPLE`` on each rank."""
+    if not sequences:
+        return 0
+    size, tokens = limits
+    width, unit = longest_sequence(asked), ROW_MULTIPLE * asked.count(keys.SP, 1)
+    if size is not None:
+        sequences = ceil_div(sequences, ceil_div(sequences, size))
+    rows = sequences * width if tokens is None else min(tokens, sequences * width)
+    return ceil_div(rows, unit) * unit
+
+
 def _rows(asked: Asked) -> int:
     return asked.count(keys.TRAIN) * asked.count(keys.N, 1) // data_parallel_size(asked)
 
@@ -109,8 +164,7 @@ def _minis(asked: Asked) -> int | None:
     return None if rest else whole
 
 
-def _forwards(asked: Asked, switch: str, size: str, tokens: str) -> Number:
-    limits = _limits(asked, is_dynamic=log_prob_dynamic(asked, switch, size), size=size, tokens=tokens)
+def _forwards(asked: Asked, limits: tuple[int | None, int | None]) -> Number:
     return _micro_batches(_rows(asked), limits, longest_sequence(asked))
 
 
@@ -130,21 +184,16 @@ def _old_log_prob_forwards(asked: Asked) -> Number:
     needed_before = asked.value(keys.ROLLOUT_WEIGHTS) is not None or asked.flag(keys.KL_REWARD)
     if _steps(asked) == 1 and not filters and not needed_before:
         return 0
-    return _forwards(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB, keys.LOG_PROB_TOKENS)
-
-
-def _micro(asked: Asked) -> tuple[int | None, int | None]:
-    return _limits(asked, is_dynamic=dynamic(asked), size=keys.MICRO, tokens=keys.TOKENS)
+    return _forwards(asked, _log_prob(asked))
 
 
 def _micro_rows(asked: Asked) -> Number:
-    """Sequences of one micro-batch: those of a rank's mini-batch dealt out as evenly as they go, or as lengths decide."""
-    mini, size = _mini_rows(asked), _micro(asked)[0]
+    """Sequences of one micro-batch: a rank's mini-batch dealt out as evenly as it goes, or as lengths decide."""
+    mini, size, count = _mini_rows(asked), _micro(asked)[0], _accumulation(asked)
     if mini is None:
         return size
-    accumulation = _accumulation(asked)
-    if isinstance(accumulation, int):
-        return between(mini // accumulation, ceil_div(mini, accumulation))
+    if isinstance(count, int) and (size is not None or count == 1):
+        return between(mini // count, ceil_div(mini, count))
     return between(1, mini)
 
 
@@ -159,6 +208,8 @@ def _steps(asked: Asked) -> int | None:
 
 
 def _replicas(asked: Asked) -> int | None:
+    if num_ranks(asked) == 1:  # which may drive a vLLM of several GPUs
+        return 1
     whole, rest = divmod(num_ranks(asked), asked.count(keys.TP, 1))
     return None if rest else whole
 
@@ -185,7 +236,7 @@ def derived(asked: Asked) -> Derived:
         optimizer_steps_per_step=known(lambda: _steps(asked)),
         log_prob_forwards_per_rank=known(lambda: _old_log_prob_forwards(asked)),
         ref_log_prob_forwards_per_rank=known(
-            lambda: _forwards(asked, keys.REF_DYNAMIC, keys.REF, keys.REF_TOKENS) if uses_ref(asked) else 0
+            lambda: _forwards(asked, _ref_log_prob(asked)) if uses_ref(asked) else 0
         ),
         padding_sequences=0,
         learning_rate_steps_per_step=1,

@@ -21,6 +21,10 @@ from trainfer.plan.records import Alignment, Derived, Problem
 Rules = Literal["verl-0.6", "verl-0.9", "trainfer"]
 
 
+def _as_it_is(asked: Asked) -> Asked:
+    return asked
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleSet:
     """What one system does with the sizes."""
@@ -32,10 +36,16 @@ class RuleSet:
     derived: Callable[[Asked], Derived]
     notes: Callable[[Asked], Iterator[str]]
     alignment: Callable[[Asked, Mapping[str, str]], Alignment]
+    settled: Callable[[Asked], Asked] = _as_it_is
+    """Fills in switches that follow other keys where nobody set them."""
 
 
 def _plain(asked: Asked, environment: Mapping[str, str]) -> Alignment:
     return alignment(asked, environment=environment)
+
+
+def _ragged(asked: Asked, environment: Mapping[str, str]) -> Alignment:
+    return alignment(asked, environment=environment, ragged=True)
 
 
 def _always_balanced(asked: Asked, environment: Mapping[str, str]) -> Alignment:
@@ -69,6 +79,7 @@ RULE_SETS: dict[Rules, RuleSet] = {
         rules=(*value_checks.RULES, *rules_trainfer.RULES),
         derived=numbers_trainfer.derived,
         notes=numbers_trainfer.notes,
-        alignment=_plain,
+        alignment=_ragged,
+        settled=numbers_trainfer.settled,
     ),
 }

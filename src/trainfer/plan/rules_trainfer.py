@@ -73,7 +73,7 @@ def _whole_groups_of_ranks(asked: Asked) -> Iterator[Problem]:
         ("world_not_divisible_by_rollout_tp", keys.TP, "rollout engines"),
     ):
         size = asked.count(key, 1)
-        if ranks % size:
+        if ranks % size and not (key == keys.TP and ranks == 1):
             divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
             yield _error(
                 code,
@@ -85,15 +85,21 @@ def _whole_groups_of_ranks(asked: Asked) -> Iterator[Problem]:
 
 
 def _engine_can_be_split(asked: Asked) -> Iterator[Problem]:
-    engine, size = asked.text(keys.ENGINE, "builtin"), asked.count(keys.TP, 1)
-    if size > 1 and engine != "vllm":
-        yield _error(
-            "engine_without_tensor_parallel",
-            keys.TP,
-            keys.ENGINE,
-            message=f"{keys.TP}={size}, but the engine {engine} keeps a whole model on every rank. "
-            f"Set it to 1, or {keys.ENGINE}=vllm.",
-        )
+    """One rank can drive a vLLM of several GPUs; of several ranks each hosts an engine of its own."""
+    engine, size, ranks = asked.text(keys.ENGINE, "builtin"), asked.count(keys.TP, 1), num_ranks(asked)
+    if size == 1 or (engine == "vllm" and ranks == 1):
+        return
+    why = (
+        f"each of {ranks} ranks hosts an engine of its own"
+        if engine == "vllm"
+        else f"the engine {engine} keeps a whole model on every rank"
+    )
+    yield _error(
+        "engine_without_tensor_parallel",
+        keys.TP,
+        keys.ENGINE,
+        message=f"{keys.TP}={size}, but {why}. Set it to 1.",
+    )
 
 
 def _a_limit_each(asked: Asked) -> Iterator[Problem]:

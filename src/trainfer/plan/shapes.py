@@ -158,16 +158,20 @@ def _verl09(asked: Asked) -> Iterator[Stage]:
 
 
 def _trainfer(asked: Asked) -> Iterator[Stage]:
-    def forward(stage: str, size: str, is_dynamic: bool, budget: str) -> list[TensorShape]:  # noqa: FBT001
-        rows = None if is_dynamic else asked.count(size)
-        return _packed_forward(stage, asked, rows, budget, numbers_trainfer.longest_sequence(asked))
-
-    def log_prob() -> list[TensorShape]:
-        is_dynamic = numbers_trainfer.log_prob_dynamic(asked, keys.LOG_PROB_DYNAMIC, keys.LOG_PROB)
-        return forward("old log-probs, one micro-batch", keys.LOG_PROB, is_dynamic, keys.LOG_PROB_TOKENS)
+    def forward(stage: str, rows: Callable[[Asked], int]) -> list[TensorShape]:
+        sp, count = sequence_parallel(asked), rows(asked)
+        shared = {f"{stage}, one micro-batch": count}
+        if sp > 1:
+            shared[f"{stage}, one micro-batch, one GPU of {sp}"] = count // sp
+        return [
+            TensorShape(stage=name, name="input_ids", shape=("1", f"≤ {part}"), layout="packed")
+            for name, part in shared.items()
+            if count
+        ]
 
     total = known(lambda: asked.count(keys.TRAIN) * asked.count(keys.N, 1))
     if total is not None:
         yield lambda: _nested("after generation", total, token_ids=numbers_trainfer.longest_sequence(asked))
-    yield log_prob
-    yield lambda: forward("update, one micro-batch", keys.MICRO, numbers_trainfer.dynamic(asked), keys.TOKENS)
+    yield lambda: forward("old log-probs", numbers_trainfer.old_log_prob_rows)
+    yield lambda: forward("reference log-probs", numbers_trainfer.ref_log_prob_rows)
+    yield lambda: forward("update", numbers_trainfer.update_rows)

@@ -13,6 +13,7 @@ from trainfer.plan.analyse import analyse
 from trainfer.plan.explain import PARAGRAPHS, explain
 from trainfer.plan.question import ModelShape
 from trainfer.plan.read import read_question
+from trainfer.plan.records import Span
 from trainfer.plan.show import show
 from trainfer.plan.to_json import plan_document
 
@@ -241,3 +242,41 @@ def test_trainfer_checks_shard_groups_and_heads_in_its_own_words():
         question(overrides_of(**sizes, SP=4), model=ModelShape(heads=14, key_value_heads=2)), "trainfer"
     )
     assert codes(heads) == ["attention_heads_not_divisible_by_sequence_parallel"]
+
+
+def test_trainfers_tensors_and_checklist_are_those_of_the_passes_that_it_makes():
+    sizes = {"T": 8, "n": 5, "G": 4, "SP": 2, "M": 8, "Lp": 512, "Lr": 1024, "L": 3}
+    one = plan(
+        "trainfer", **sizes, tokens=2001
+    )  # nothing but the update: its forward gives the old log-probs
+    stages = {tensor.stage: str(tensor) for tensor in one.tensors}
+    assert (
+        stages
+        == {
+            "after generation": "token_ids [40, ≤ 1536]",
+            "update, one micro-batch": "input_ids [1, ≤ 4016]",  # 4002 tokens, a multiple of 8 rows on each of 2 GPUs
+            "update, one micro-batch, one GPU of 2": "input_ids [1, ≤ 2008]",
+        }
+    )
+    by_name = {condition.name: condition for condition in one.alignment.conditions}
+    assert (by_name["use_dynamic_bsz"].value, by_name["use_dynamic_bsz"].ok) == (True, False)
+    two = plan("trainfer", **{**sizes, "M": 4}, m=4, Lref=100, kl=True)
+    stages = {tensor.stage: str(tensor) for tensor in two.tensors}
+    assert stages["old log-probs, one micro-batch"] == "input_ids [1, ≤ 4608]"  # 20 a rank: 6 x 3 and 2
+    assert stages["reference log-probs, one micro-batch"] == "input_ids [1, ≤ 30720]"  # all 20 in one
+    assert stages["update, one micro-batch"] == "input_ids [1, ≤ 6144]"
+    by_name = {condition.name: condition for condition in two.alignment.conditions}
+    assert (by_name["use_dynamic_bsz"].value, by_name["gradient_accumulation"].value) == (False, 3)
+    assert two.derived.micro_batch_sequences_per_rank == Span(min=3, max=4)  # 10 sequences: 4, 3 and 3
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus", "ok"), [("vllm", 1, True), ("vllm", 2, False), ("builtin", 2, False)]
+)
+def test_trainfers_ranks_host_an_engine_each_and_only_a_single_one_a_vllm_of_several_gpus(engine, gpus, ok):
+    result = plan("trainfer", T=4, n=2, G=gpus, M=4, m=2, TP=2, name=engine)
+    assert codes(result) == ([] if ok else ["engine_without_tensor_parallel"])
+    assert ok or result.problems[0].suggestions[0] == {
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1
+    }
+    assert not ok or result.derived.rollout_replicas == 1
