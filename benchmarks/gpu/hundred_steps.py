@@ -94,7 +94,10 @@ def main() -> None:
         theirs, ours = engine.weight_fingerprints(), fingerprints(weights.compute)
         assert theirs == ours, "the engine holds other weights"
         if (step + 1) % 20 == 0:
-            print(f"step {step + 1}: {equal:,} of {tokens:,} equal, {time.perf_counter() - start:.0f} s", flush=True)
+            print(
+                f"step {step + 1}: {equal:,} of {tokens:,} equal, {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
     print(
         f"{arguments.shape}: {arguments.steps} steps, {tokens:,} sampled tokens, {equal:,} bitwise equal, "
         f"{time.perf_counter() - start:.0f} s; sum of the masters {first:.4f} -> {total_of(weights.master):.4f}"

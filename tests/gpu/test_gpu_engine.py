@@ -100,3 +100,18 @@ def test_the_shape_of_qwen3_06b_at_start_and_after_updates():
                 micro_batch,
             )
         train_a_step(model, requests[:8], completions[:8])
+
+
+def test_a_watched_model_decodes_by_its_modules_with_the_same_bits():
+    model = small_model("qwen3")
+    requests = requests_of(6, vocabulary=1000, prompt=(3, 90), new=(5, 40))
+    expected = make_engine("builtin", model=model).generate(requests)
+    seen: list[int] = []
+    handle = model.get_submodule("model.layers.1.mlp.act_fn").register_forward_hook(
+        lambda _module, _arguments, output: seen.append(output.shape[1])
+    )
+    watched = make_engine("builtin", model=model).generate(requests)
+    handle.remove()
+    assert [c.logprobs for c in watched] == [c.logprobs for c in expected]
+    assert [c.token_ids for c in watched] == [c.token_ids for c in expected]
+    assert len(seen) == 1 + max(len(c.token_ids) - 1 for c in expected)

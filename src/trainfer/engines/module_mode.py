@@ -1,4 +1,4 @@
-"""Eval mode for a while."""
+"""Eval mode for a while; whether somebody watches a module."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,3 +16,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a hook wants to see the module or a part of it at work."""
+    return any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())

@@ -179,7 +179,6 @@ def decode_forward(
     scale: float,
     *,
     page: int,
-    out: Tensor | None = None,
 ) -> Tensor:
     """One query row a slot against its cached keys, those of positions 0 to its own.
 
@@ -191,7 +190,6 @@ def decode_forward(
         positions_B: Position of each row.
         scale: Factor of the scores.
         page: Tokens of a page, a multiple of ``KEY_BLOCK``.
-        out: Takes the result, dense; None allocates.
 
     Returns:
         ``[B, H, K]``.
@@ -203,7 +201,7 @@ def decode_forward(
     assert query_BHK.is_contiguous()
     assert keys.is_contiguous()
     assert values.is_contiguous()
-    out = torch.empty_like(query_BHK) if out is None else out
+    out = torch.empty_like(query_BHK)
     _decode_kernel[(slots, groups)](
         query_BHK, keys, values, table, positions_B, out, scale * LOG2_E, table.stride(0), heads // groups,
         K=size, PAGE=page, BM=QUERY_BLOCK, BN=KEY_BLOCK, num_warps=4, num_stages=2 if size > 128 else 3,

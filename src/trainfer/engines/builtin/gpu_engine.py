@@ -3,7 +3,8 @@
 Takes and gives what ``builtin.engine`` does, whose scheduling, prefill and sampling it shares. Different are: pages of
 at least ``gpu_attention.KEY_BLOCK`` tokens, decode in bursts of ``gpu_graphs.BURST`` steps without the host (tokens that
 a sequence draws after its stop token within a burst are thrown away), and that cache and graphs outlive a
-``load_weights``, which writes in place.
+``load_weights``, which writes in place. While a hook watches the model, decode calls its modules step by step, with the
+same bits.
 
 Axes: B slots, V vocabulary.
 """
@@ -21,14 +22,15 @@ from trainfer.engines.builtin.call import GenerateCall
 from trainfer.engines.builtin.cpu_program import Decoder
 from trainfer.engines.builtin.engine import BuiltinEngine
 from trainfer.engines.builtin.gpu_graphs import BURST, Burst, DecodeGraphs, SlotTensors, bucket_of
-from trainfer.engines.builtin.gpu_program import Program, SlotState, make_program
+from trainfer.engines.builtin.gpu_program import ModuleProgram, Program, SlotState, make_program
 from trainfer.engines.builtin.kv_cache import PagedCache
 from trainfer.engines.builtin.scheduler import DecodeStep, Tracked
 from trainfer.engines.limits import EngineLimits
+from trainfer.engines.module_mode import is_watched
 from trainfer.exact.attention import round_up
 from trainfer.exact.gpu_attention import KEY_BLOCK, supports
 from trainfer.exact.logprobs import RowSampling, row_sampling
-from trainfer.exact.packed import CausalModel
+from trainfer.exact.packed import ROW_MULTIPLE, CausalModel
 from trainfer.types import GenerationRequest
 
 _SPARE = 1.25
@@ -65,10 +67,12 @@ class GpuCall(GenerateCall):
         requests: Sequence[GenerationRequest],
         max_num_seqs: int,
         decoder: Decoder,
-        graphs: DecodeGraphs,
+        graphs: DecodeGraphs | None,
+        watched: ModuleProgram,
     ) -> None:
         super().__init__(model, device, cache, requests, max_num_seqs, decoder)
         self._graphs = graphs
+        self._watched = watched
         self._burst_sampling: tuple[tuple[Tracked, ...], RowSampling] | None = None
 
     def decode(self, step: DecodeStep) -> list[Tracked]:
@@ -76,6 +80,10 @@ class GpuCall(GenerateCall):
         if step.copies:
             self._cache.copy_blocks(step.copies)
         sequences = step.sequences
+        if self._graphs is None:
+            return self._draw(
+                self._watched.logits(self._rows(sequences), self._cache)[: len(sequences)], sequences
+            )
         limits = [self._requests[sequence.index].sampling.max_new_tokens for sequence in sequences]
         left = max(limit - len(s.sampled_ids) for limit, s in zip(limits, sequences, strict=True))
         tokens, logprobs = self._graphs.run(self._burst(sequences, min(BURST, left)))
@@ -85,6 +93,20 @@ class GpuCall(GenerateCall):
             for sequence, row_tokens, row_logprobs in columns
             if self._extend(sequence, row_tokens, row_logprobs)
         ]
+
+    def _rows(self, sequences: Sequence[Tracked]) -> SlotState:
+        """One decode step's rows, made anew; those that stand for nobody repeat a token and write to page 0."""
+        num_idle = -len(sequences) % ROW_MULTIPLE
+        ids = [sequence.last_token for sequence in sequences]
+        table = torch.zeros(len(ids) + num_idle, max(len(s.blocks) for s in sequences), dtype=torch.int32)
+        for row, sequence in zip(table, sequences, strict=False):
+            row[: len(sequence.blocks)] = torch.tensor(sequence.blocks)
+        positions = [sequence.length - 1 for sequence in sequences] + [0] * num_idle
+        return SlotState(
+            input_ids_B=torch.tensor(ids + ids[:1] * num_idle, device=self._device),
+            positions_B=torch.tensor(positions, device=self._device),
+            table=table.to(self._device),
+        )
 
     def _burst(self, sequences: tuple[Tracked, ...], steps: int) -> Burst:
         uniforms = numpy.zeros((steps, len(sequences)))
@@ -141,11 +163,26 @@ class GpuEngine(BuiltinEngine):
         return self._graphs
 
     def _start(self, requests: Sequence[GenerationRequest], num_blocks: int) -> GenerateCall:
-        slots = bucket_of(min(self._limits.max_num_seqs, len(requests)))
         if self._cache is None or self._cache.num_blocks < num_blocks:
             self._graphs = None
             grown = num_blocks if self._cache is None else int(num_blocks * _SPARE)
             self._cache = PagedCache(grown, self._limits.block_size)
+        graphs = None if is_watched(self._model) else self._graphs_for(len(requests))
+        return GpuCall(
+            self._model,
+            self._device,
+            self._cache,
+            requests,
+            self._limits.max_num_seqs,
+            self._decoder,
+            graphs,
+            ModuleProgram(self._model, self._max_positions),
+        )
+
+    def _graphs_for(self, num_requests: int) -> DecodeGraphs:
+        """Graphs over the present cache, program and slots; made where there are none yet."""
+        assert self._cache is not None
+        slots = bucket_of(min(self._limits.max_num_seqs, num_requests))
         pages = -(-(self._max_positions + BURST) // self._limits.block_size)
         if self._tensors is None or self._tensors.slots < slots:
             self._tensors = SlotTensors(slots, pages, self._device)
@@ -161,15 +198,7 @@ class GpuEngine(BuiltinEngine):
                     ),
                 )
             self._graphs = DecodeGraphs(self._program, self._cache, self._tensors)
-        return GpuCall(
-            self._model,
-            self._device,
-            self._cache,
-            requests,
-            self._limits.max_num_seqs,
-            self._decoder,
-            self._graphs,
-        )
+        return self._graphs
 
     def _trial_logits(self, cache: PagedCache, program: Program) -> Tensor:
         """Logits of a few decode steps of some slots, some of them across a page's end."""
