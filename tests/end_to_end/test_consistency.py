@@ -18,6 +18,8 @@ from trainfer.errors import ConfigError
 from trainfer.run import run_steps, train
 from trainfer.workers.session import open_session
 
+THREE_STEPS = ("trainer.total_training_steps=3", "trainer.save_freq=3")
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
@@ -34,9 +36,7 @@ def said(caplog):
 def captured(world, tmp_path_factory):
     """Steps 1 (asked for as 0) and 3 of three, everything else as in ``plain``."""
     run = tmp_path_factory.mktemp("runs") / "captured"
-    reports = list(
-        train(configured(world, run, "trainfer.consistency.steps=[0,3]", "trainer.total_training_steps=3"))
-    )
+    reports = list(train(configured(world, run, "trainfer.consistency.steps=[0,3]", *THREE_STEPS)))
     return run, reports
 
 
@@ -71,7 +71,7 @@ def test_only_the_chosen_steps_are_captured(captured):
 
 def test_capturing_changes_neither_a_metric_nor_a_weight(captured, world, tmp_path):
     run, _ = captured
-    list(train(configured(world, tmp_path / "plain", "trainer.total_training_steps=3")))
+    list(train(configured(world, tmp_path / "plain", *THREE_STEPS)))
     assert lines(run) == lines(tmp_path / "plain")
     weights = []
     for folder, name in ((run, "a"), (tmp_path / "plain", "b")):
