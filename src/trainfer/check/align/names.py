@@ -65,6 +65,8 @@ def canonical(name: str, names: NameMap) -> str:
 
 
 def _rename(name: str, rule: Rename) -> str:
+    if rule.source not in name:
+        return name
     parts, source = name.split("."), rule.source.split(".")
     for start in range(len(parts) - len(source) + 1):
         if parts[start : start + len(source)] == source:

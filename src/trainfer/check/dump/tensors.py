@@ -1,6 +1,6 @@
 """Blobs as torch tensors; the only place where the dump's dtype names meet torch's.
 
-Takes verified bytes, gives CPU tensors that share them.
+Takes verified bytes, gives CPU tensors that share them; takes tensors, gives their bytes.
 """
 
 import torch
@@ -66,3 +66,12 @@ def rows_first(tensor: Tensor, row_dims: tuple[int, ...]) -> Tensor:
     for dim in row_dims:
         slots *= tensor.shape[dim]
     return tensor.permute(*row_dims, *others).reshape(slots, -1)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor in row-major order, ``uint8 [nbytes]``; copied only where memory is not in that order.
+
+    Strides of dimensions of size 1 are free to be anything, also in what torch calls contiguous; they are not kept.
+    """
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

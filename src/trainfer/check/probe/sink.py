@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainfer.check.dump.checksum import checksum
 from trainfer.check.dump.records import NO_CALL, ProblemRecord, Statistics, Task, TensorRecord
-from trainfer.check.dump.tensors import DTYPE_NAMES, rows_first
+from trainfer.check.dump.tensors import DTYPE_NAMES, flat_bytes, rows_first
 from trainfer.check.dump.writer import BlobRef, DumpWriter
 from trainfer.check.probe.call import NO_ROWS, ForwardCall, Place, RowView
 from trainfer.check.probe.settings import CaptureSettings
@@ -205,7 +205,7 @@ class TensorSink:
             if tensor.device.type != "cpu":
                 self._staging.copy(tensor, room)
             elif tensor.numel():
-                room[:] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+                room[:] = flat_bytes(tensor).numpy()
             return ref
 
 
@@ -240,7 +240,7 @@ def _version(tensor: Tensor) -> int | str:
     if not tensor.is_inference():
         return tensor._version
     if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel():
-        return checksum(tensor.view(-1).view(torch.uint8).numpy())
+        return checksum(flat_bytes(tensor).numpy())
     return _UNVERSIONED
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainfer.check.dump.records import QUANTILES, Statistics, TensorRecord
+from trainfer.check.dump.tensors import flat_bytes
 from trainfer.check.dump.writer import DumpWriter
 from trainfer.check.probe.statistics import SAMPLE, nothing_finite
 
@@ -63,8 +64,8 @@ class DeviceStaging:
     def copy(self, tensor: Tensor, room: np.ndarray) -> None:
         """Start copying a tensor's bytes into ``room``."""
         if tensor.numel():
-            bytes_of = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-            self._start(bytes_of, torch.from_numpy(room))
+            copied = tensor.clone(memory_format=torch.contiguous_format)
+            self._start(flat_bytes(copied), torch.from_numpy(room))
 
     def statistics(self, tensor: Tensor) -> DeferredStatistics:
         """Reduce on the device; the numbers follow."""

@@ -32,11 +32,13 @@ class StatisticsTaker:
         """NumPy's product is faster, but its threads are not torch's and would fight with them."""
 
     def take(self, tensor: Tensor) -> Statistics:
-        """Statistics of a CPU tensor of any real dtype and layout."""
+        """Statistics of a CPU tensor of any dtype and strides; of complex ones the magnitudes count."""
         tensor = tensor.detach()
         count = tensor.numel()
         if count == 0:
             return nothing_finite(0, 0, 0)
+        if tensor.is_complex():
+            tensor = tensor.abs()
         if tensor.dtype not in (torch.float32, torch.float64):
             tensor = tensor.float() if tensor.dtype.is_floating_point else tensor.double()
         flat = _in_memory_order(tensor).view(-1)
