@@ -30,7 +30,9 @@ def send_output_to(path: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     faulthandler.enable()
-    sys.stderr.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} process {os.getpid()} on {socket.gethostname()}\n")
+    sys.stderr.write(
+        f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} process {os.getpid()} on {socket.gethostname()}\n"
+    )
     sys.stderr.flush()
 
 
