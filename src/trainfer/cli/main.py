@@ -36,7 +36,9 @@ VERBS: Mapping[str, Verb] = {
     "compare": Verb(
         module="trainfer.cli.compare", summary="Compare two dumps row by row: ROLLOUT_DUMP TRAIN_DUMP."
     ),
-    "inspect": Verb(module="trainfer.cli.inspect", summary="Say what is in a dump, and what is damaged: DUMP."),
+    "inspect": Verb(
+        module="trainfer.cli.inspect", summary="Say what is in a dump, and what is damaged: DUMP."
+    ),
     "doctor": Verb(module="trainfer.cli.doctor", summary="Say what is installed and what will work."),
 }
 """A verb is added by one line here and one module with ``command``."""

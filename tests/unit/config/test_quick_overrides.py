@@ -32,7 +32,9 @@ def test_both_parsers_agree(key, value):
     assert repr(quick) == repr(hydra)
 
 
-@pytest.mark.parametrize("text", ["a.b=8", "+a=true", "++a.b_c=./data/train.parquet", "a=null", "a=token-mean", "a=-1"])
+@pytest.mark.parametrize(
+    "text", ["a.b=8", "+a=true", "++a.b_c=./data/train.parquet", "a=null", "a=token-mean", "a=-1"]
+)
 def test_what_launch_scripts_hold_needs_no_hydra(text):
     assert _plain(text) is not None
 
