@@ -176,3 +176,22 @@ def test_a_fault_in_a_fused_engine_carries_the_transformers_name(tmp_path: Path,
 
 def test_prompts_are_what_the_group_says():
     assert PROMPTS[0] == PROMPTS[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["right", "left"])
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "gemma2", "mixtral"])
+def test_padding_raises_no_alarm_in_either_precision(
+    tmp_path: Path, architecture: str, layout: str, dtype: torch.dtype
+):
+    """N9: padding rows on one side or the other are no rows; tokens whose neighbours are padding agree."""
+    model = make(architecture, dtype)
+    sequences, lengths = generate(model, tmp_path / "rollout", new=6)
+    train(model, tmp_path / "train", sequences, lengths, layout=layout)
+    result = trainfer.compare(tmp_path / "rollout", tmp_path / "train")
+    assert_agrees(result)
+    coverage = result.comparison.coverage
+    apart = [line for line in coverage.modules_unmatched if ".experts.act_fn" not in line]
+    assert not apart, "an expert sees the rows that were sent to it, and those alone cannot be told"
+    assert coverage.not_rows["rollout padding"] > 0
+    assert coverage.not_rows["train padding"] > 0

@@ -44,7 +44,7 @@ STRIDES = {
 }
 
 
-def captured(folder: Path, value: Tensor, level: str, task: str = "tensor"):
+def captured(folder: Path, value: Tensor, level: str, task: str = "tensor") -> Dump:
     model = Passing()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

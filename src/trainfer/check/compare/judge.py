@@ -51,7 +51,8 @@ def judge(results: Sequence[PointResult], tolerances: Tolerances) -> Judged:
     runs: dict[RunKey, list[PointResult]] = defaultdict(list)
     for result in results:
         runs[run_key(result)].append(result)
-    parents = {ancestor for result in results for ancestor in _ancestors(result.point.module)}
+    modules = {result.point.module for result in results}
+    parents = {ancestor for module in modules for ancestor in _ancestors(module)}
     unit = max((tolerances.unit_of(result.dtypes) for result in results), default=0.0)
     judged: list[PointResult] = []
     introduced: dict[int, NDArray[np.bool_]] = {}

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jaxtyping import Float32, Shaped
 from torch import Tensor
 
 from trainfer.check.compare.quick import CHUNK, QuickComparison
@@ -20,7 +20,9 @@ _NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _WIDE = frozenset({torch.float64, torch.int64, torch.int32, torch.uint32, torch.uint64, torch.complex64})
 
 
-def compare_rows(rollout: Tensor, train: Tensor) -> tuple[Metrics, NDArray[np.float32]]:
+def compare_rows(
+    rollout: Shaped[Tensor, "N F"], train: Shaped[Tensor, "N F"]
+) -> tuple[Metrics, Float32[np.ndarray, "N"]]:
     """Compare row i with row i.
 
     A row's error is the larger of ‖d‖ / max(‖x‖, ‖y‖) and max |d| / max |x|, |y|; infinite where one side is

@@ -15,8 +15,8 @@ from torch import Tensor
 from trainfer.check.align.side import Side
 from trainfer.check.dump.checksum import checksum
 from trainfer.check.dump.folder import open_shard, rank_folder
-from trainfer.check.dump.reader import Dump
-from trainfer.check.dump.records import Blob, TensorRecord, WeightRecord
+from trainfer.check.dump.reader import Dump, unset_bytes
+from trainfer.check.dump.records import Blob, CallRecord, TensorRecord, WeightRecord
 from trainfer.check.dump.shard import DATA_START
 from trainfer.check.dump.tensors import load_tensor
 
@@ -46,12 +46,19 @@ class DumpSide(Dump):
         super().__init__(folder)
         self._shards: dict[tuple[int, str], tuple[int, int]] = {}
         self._lock = threading.Lock()
+        self._calls: dict[int, dict[int, CallRecord]] = {}
         weakref.finalize(self, _close_all, self._shards)
 
     @property
     def name(self) -> str:
         """The folder."""
         return str(self.folder)
+
+    def calls(self, rank: int) -> dict[int, CallRecord]:
+        """As ``Dump.calls``, read once: every stage asks for them, and the whole index has to be read to find them."""
+        if rank not in self._calls:
+            self._calls[rank] = super().calls(rank)
+        return self._calls[rank]
 
     def load(self, rank: int, record: TensorRecord | WeightRecord) -> Tensor:
         """The values of a record.
@@ -61,7 +68,7 @@ class DumpSide(Dump):
         """
         return load_tensor(self, rank, record)
 
-    def read(self, rank: int, blob: Blob) -> bytearray:
+    def read(self, rank: int, blob: Blob) -> memoryview:
         """As ``Dump.read``, with one copy and one system call for each record.
 
         Raises:
@@ -70,10 +77,9 @@ class DumpSide(Dump):
         descriptor, size = self._shard(rank, blob)
         if descriptor < 0 or not DATA_START <= blob.offset <= blob.offset + blob.nbytes <= size:
             return super().read(rank, blob)
-        data = bytearray(blob.nbytes)
-        view, done = memoryview(data), 0
+        data, done = unset_bytes(blob.nbytes), 0
         while done < blob.nbytes:
-            count = os.preadv(descriptor, [view[done:]], blob.offset + done)
+            count = os.preadv(descriptor, [data[done:]], blob.offset + done)
             if count == 0:
                 return super().read(rank, blob)
             done += count

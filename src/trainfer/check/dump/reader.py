@@ -138,7 +138,7 @@ class Dump:
             )
         return np.frombuffer(data, dtype=ROW_TYPE)
 
-    def read(self, rank: int, blob: Blob) -> bytearray:
+    def read(self, rank: int, blob: Blob) -> memoryview:
         """The bytes of a blob, whole and verified.
 
         Raises:
@@ -198,10 +198,15 @@ def _check_blob(file: BinaryIO, blob: Blob) -> None:
         )
 
 
-def _read_blob(file: BinaryIO, blob: Blob) -> bytearray:
+def unset_bytes(size: int) -> memoryview:
+    """Room for so many bytes that nothing was written to: clearing it first would cost as much as reading."""
+    return np.empty(size, dtype=np.uint8).data
+
+
+def _read_blob(file: BinaryIO, blob: Blob) -> memoryview:
     _check_blob(file, blob)
-    data = bytearray(blob.nbytes)
-    rest, offset = memoryview(data), blob.offset
+    data = unset_bytes(blob.nbytes)
+    rest, offset = data, blob.offset
     while rest:
         count = os.preadv(file.fileno(), [rest], offset)
         if not count:
