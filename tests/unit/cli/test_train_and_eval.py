@@ -137,6 +137,9 @@ def test_an_interrupted_run_ends_with_130_and_goes_on_when_started_again(folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a test run in the background ignores it
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
