@@ -21,7 +21,9 @@ from trainfer.config.fields import (
 LossAggMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
-KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+KlLossType = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"
+]
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -215,8 +217,11 @@ class ActorConfig(Section, frozen=True, kw_only=True):
     ] = False
     kl_loss_coef: Annotated[NonNegative, Meta(description="Weight of that KL term.")] = 0.001
     kl_loss_type: Annotated[
-        KlType,
-        Meta(description="Estimator of that KL per token: kl = k1, abs, mse = k2, low_var_kl = k3."),
+        KlLossType,
+        Meta(
+            description="Estimator of that KL per token: kl = k1, abs, mse = k2, low_var_kl = k3. A trailing + keeps the "
+            "value and takes the gradient of k2."
+        ),
     ] = "low_var_kl"
     grad_clip: Annotated[
         Positive, Meta(description="Largest norm of the gradient of one optimizer step.")

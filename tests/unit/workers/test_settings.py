@@ -50,6 +50,15 @@ def test_every_constant_of_the_update_comes_from_its_key():
     assert settings.learning_rate.peak == 1e-4
 
 
+@pytest.mark.parametrize(
+    ("name", "estimator", "straight"), [("k3", KlEstimator.K3, False), ("low_var_kl+", KlEstimator.K3, True)]
+)
+def test_a_trailing_plus_takes_the_gradient_of_k2(name, estimator, straight):
+    made, plan = planned(f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type={name}")
+    loss = trainer_settings(made, plan, total_steps=1).loss
+    assert (loss.kl_estimator, loss.kl_straight_through) == (estimator, straight)
+
+
 def test_the_kl_weight_counts_only_where_the_loss_has_a_kl_term():
     made, plan = planned(f"{ACTOR}.kl_loss_coef=0.2")
     assert trainer_settings(made, plan, total_steps=1).loss.kl_loss_coef == 0.0
