@@ -39,7 +39,7 @@ class Prompt:
     """The chat template applied, generation prompt included, truncation done."""
     ground_truth: str
     ability: str = ""
-    extra_info: Mapping[str, object] = field(default_factory=dict)
+    extra_info: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainfer.exact.logprobs import row_entropies
 from trainfer.train.agreement import measure
 from trainfer.train.update.aggregate import LossAggregation, MiniBatchTotals, token_weight
 from trainfer.train.update.correction import ImportanceLevel, WeightBounds, rollout_weights
 from trainfer.train.update.kl import KlEstimator, token_kl
-from trainfer.exact.logprobs import row_entropies
 from trainfer.train.update.loss import LossInputs, LossSettings, grpo_loss
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "verl_core.json").read_text())
