@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # Small models run fastest on one thread each, and results do not depend on it.
 export OMP_NUM_THREADS ?= 1
+# Threads that wait give their core to whoever works: tests run side by side.
+export OMP_WAIT_POLICY ?= PASSIVE
 export RAY_AUTH_MODE ?= disabled
 export HF_HUB_OFFLINE ?= 1
 

@@ -155,6 +155,7 @@ def test_a_few_steps_are_exact(bitwise_cpu, dtype, threads, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("architecture", "dtype", "threads"),
     [
