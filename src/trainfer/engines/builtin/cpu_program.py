@@ -13,6 +13,7 @@ Axes: B slots, D width, H query heads, G key/value heads, K head size, V vocabul
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -274,6 +275,8 @@ class Decoder:
         self._is_usable = fits(model)
         self._proofs: Counter[int] = Counter()
         """Steps that were equal, by number of rows."""
+        self._hooks = [hooks for module in model.modules() for hooks in _hooks_of(module)]
+        """Every module's own hooks, live: walking the modules again at each step would cost a fifth of it."""
 
     @property
     def is_fused(self) -> bool:
@@ -286,7 +289,7 @@ class Decoder:
 
     def logits(self, input_ids_B: Tensor, plan: DecodePlan) -> Tensor:
         """Logits ``[B, V]``; keys and values of the rows go to the plan's window."""
-        if not self._is_usable or _is_watched(self._model):
+        if not self._is_usable or any(self._hooks):
             return self._by_module(input_ids_B, plan)
         if self._program is None:
             self._program = FusedProgram(self._model, self._max_positions)
@@ -315,6 +318,6 @@ class Decoder:
         return output.logits[0]
 
 
-def _is_watched(model: nn.Module) -> bool:
-    """Whether a hook wants to see the modules at work."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+def _hooks_of(module: nn.Module) -> tuple[Mapping[int, object], Mapping[int, object]]:
+    """Who wants to see the module at work."""
+    return module._forward_hooks, module._forward_pre_hooks
