@@ -51,7 +51,7 @@ gpu: $(READY)  ## the tests that need a CUDA device
 
 check: $(READY)  ## format, lint, types, import rules, spelling, dependencies
 	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .  # a cached answer once hid a fault that CI then found
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/deptry src

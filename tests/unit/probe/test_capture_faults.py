@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny
+from tiny_models import tiny
 
 import trainfer
 from trainfer.check.dump.reader import DamagedRecordError, Dump
@@ -23,7 +23,7 @@ IDS = torch.tensor([[7, 8, 9, 10]])
 ENDLESS = """
 import sys, torch
 sys.path.insert(0, sys.argv[2])
-from conftest import tiny
+from tiny_models import tiny
 import trainfer
 model = tiny("llama")
 with trainfer.capture(model, sys.argv[1], side="train", backward=True):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny
+from tiny_models import tiny
 
 import trainfer
 from trainfer.check.dump.reader import Dump

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny
+from tiny_models import tiny
 
 import trainfer
 from trainfer.check.dump.digest import prefix_digests

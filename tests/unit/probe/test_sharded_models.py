@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny
+from tiny_models import tiny
 
 import trainfer
 from trainfer.check.dump.reader import Dump
@@ -18,7 +18,7 @@ from trainfer.check.probe.names import bare_name, named_modules
 WORKER = """
 import sys, torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[4])
-from conftest import tiny
+from tiny_models import tiny
 from torch.distributed.fsdp import fully_shard
 import trainfer
 rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny
+from tiny_models import tiny
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
