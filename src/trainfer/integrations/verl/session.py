@@ -1,0 +1,121 @@
+"""What one process of an attached run knows: its settings, which weights it has, the pass that is being captured.
+
+Weights are counted by syncs: the first sync gives the rollout the weights that step 0 samples and trains with, and every later
+one ends a step. So the number of syncs so far, less one, is both the step and the weights version, in the trainer's process and
+in the rollout's alike, after a resume too. Takes models and rows; gives dumps below the run's folder.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from torch import nn
+
+from trainfer.check.probe.calls import RowSource
+from trainfer.check.probe.capture import Capture, capture
+from trainfer.errors import TrainferError
+from trainfer.integrations.verl.journal import Journal
+from trainfer.integrations.verl.settings import AttachSettings, from_environment
+
+
+@dataclass(slots=True)
+class OpenPass:
+    """A pass of a step that is being captured."""
+
+    name: str
+    step: int
+    capture: Capture
+
+    def use_rows(self, rows: RowSource) -> None:
+        """Name the rows of the calls that follow."""
+        self.capture.use_rows(rows)
+
+    def record(
+        self,
+        *,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        logprobs: Sequence[Sequence[float]],
+        sampling: Mapping[str, float | int],
+        request_ids: Sequence[str] | None = None,
+    ) -> None:
+        """Record sequences with the log-probs of their responses."""
+        self.capture.record_logprobs(
+            sequences=sequences,
+            prompt_lengths=prompt_lengths,
+            logprobs=logprobs,
+            sampling=sampling,
+            request_ids=request_ids,
+            pass_name=self.name,
+        )
+
+
+@dataclass(slots=True)
+class Session:
+    """The state of this process."""
+
+    settings: AttachSettings
+    journal: Journal
+    syncs: int = 0
+    """Weight syncs that this process has seen."""
+    open_pass: OpenPass | None = None
+    _begun: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def step(self) -> int:
+        """The step that is running, counted from 0; its weights version too."""
+        return max(self.syncs - 1, 0)
+
+    def count(self, name: str) -> int:
+        """How often ``name`` came before: 0 the first time. For processes that see no sync."""
+        seen = self._begun.get(name, 0)
+        self._begun[name] = seen + 1
+        return seen
+
+    def begin_pass(self, name: str, model: nn.Module, *, step: int | None = None) -> OpenPass | None:
+        """Capture ``model`` until ``end_pass``; None where this step or pass is not asked for.
+
+        Args:
+            name: ``old_log_prob``, ``ref_log_prob`` or ``update``.
+            model: The module whose forward is called.
+            step: The step it belongs to; None: the one that is running.
+        """
+        number = self.step if step is None else step
+        wanted = self.settings.wants_step(number) and name in self.settings.passes
+        if not wanted or self.open_pass is not None:
+            return None
+        opened = capture(
+            model,
+            self.settings.pass_folder(number, name),
+            side="train",
+            pass_name=name,
+            weights_version=number,
+            task=self.settings.task,
+            max_bytes=self.settings.max_bytes,
+        )
+        opened.describe_run({"verl": self.settings.verl, "step": number, "attached": True})
+        opened.__enter__()
+        self.open_pass = OpenPass(name=name, step=number, capture=opened)
+        return self.open_pass
+
+    def end_pass(self, error: BaseException | None = None) -> None:
+        """Close the dump of the open pass, if there is one."""
+        opened, self.open_pass = self.open_pass, None
+        if opened is None:
+            return
+        try:
+            opened.capture.__exit__(None if error is None else type(error), error, None)
+        except TrainferError as problem:
+            self.journal.problem(f"step {opened.step}, {opened.name}: {problem}")
+
+
+@cache
+def session() -> Session:
+    """This process's state.
+
+    Raises:
+        AssertionError: nothing is attached; hooks are only there where something is.
+    """
+    settings = from_environment()
+    assert settings is not None, "a hook ran in a process to which nothing is attached"
+    return Session(settings=settings, journal=Journal(settings))
