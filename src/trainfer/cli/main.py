@@ -39,6 +39,9 @@ VERBS: Mapping[str, Verb] = {
     "inspect": Verb(
         module="trainfer.cli.inspect", summary="Say what is in a dump, and what is damaged: DUMP."
     ),
+    "faults": Verb(
+        module="trainfer.cli.faults", summary="Plant faults in tiny models and score what a comparison says."
+    ),
     "doctor": Verb(module="trainfer.cli.doctor", summary="Say what is installed and what will work."),
 }
 """A verb is added by one line here and one module with ``command``."""

@@ -1,0 +1,1 @@
+"""Ways to plant each cause, one module per family."""
