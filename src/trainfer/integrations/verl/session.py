@@ -1,7 +1,7 @@
 """What one process of an attached run knows: its settings, which weights it has, the pass that is being captured.
 
 Weights are counted by syncs: the first sync gives the rollout the weights that step 0 samples and trains with, and every later
-one ends a step. So the number of syncs so far, less one, is both the step and the weights version, in the trainer's process and
+one ends a step. So the number of a sync, from 0, is both the step and the weights version, in the trainer's process and
 in the rollout's alike, after a resume too. Takes models and rows; gives dumps below the run's folder.
 """
 
@@ -58,13 +58,26 @@ class Session:
     journal: Journal
     syncs: int = 0
     """Weight syncs that this process has seen."""
+    step: int = 0
+    """The step that is running, counted from 0; its weights version too."""
     open_pass: OpenPass | None = None
+    _first: int | None = None
     _begun: dict[str, int] = field(default_factory=dict[str, int])
 
-    @property
-    def step(self) -> int:
-        """The step that is running, counted from 0; its weights version too."""
-        return max(self.syncs - 1, 0)
+    def synced(self, global_steps: int | None) -> None:
+        """The rollout has the trainer's weights: the step before has ended.
+
+        Args:
+            global_steps: What verl calls the version; None: it does not say, and syncs are counted. A sync that gives the
+                same weights again begins no step.
+        """
+        self.syncs += 1
+        if global_steps is None:
+            self.step = self.syncs - 1
+            return
+        if self._first is None:
+            self._first = global_steps
+        self.step = global_steps - self._first
 
     def count(self, name: str) -> int:
         """How often ``name`` came before: 0 the first time. For processes that see no sync."""

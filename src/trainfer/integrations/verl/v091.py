@@ -53,6 +53,18 @@ TABLE = Table(
             what="the sequences and log-probs of each micro-batch",
         ),
         Point(
+            module=_ENGINE,
+            name="FSDPEngine.optimizer_step",
+            advice="trainfer.integrations.verl.v091_prompts:optimizer_step",
+            what="the optimizer step, skipped where only prompts are trained on",
+        ),
+        Point(
+            module=_SERVER,
+            name="vLLMHttpServer.launch_server",
+            advice=f"{_ROLLOUT}:launched",
+            what="which engine a process belongs to",
+        ),
+        Point(
             module=_SERVER,
             name="vLLMHttpServer.generate",
             advice=f"{_ROLLOUT}:generated",
