@@ -32,7 +32,8 @@ class NoiseFloor:
     sequence: int
     """Rows that one output row depends on; 1 but for attention."""
     value: float
-    """Largest relative L2 error of a row against high precision, over all variants."""
+    """Largest relative L2 error of a row against high precision, over all variants and over all modules with these
+    operator, dtype and sizes, times ``floors.SAFETY``; never below half a unit in the last place of the dtype."""
     variants: tuple[str, ...]
     """What was varied: batch shapes, splits, orders, backends."""
 
@@ -54,6 +55,10 @@ class ModuleReplay:
     """Of the rollout's and the train side's dtype."""
     leaf: bool
     """No replayed module lies inside it."""
+    place: str = "output"
+    """What the arrays are about: ``output``, or ``input of PART`` where a module with parts differs most in what it
+    hands to one of them (the sum of a residual, attention between the projections). Of such a module only what it does
+    itself is replayed: the results of its captured parts are taken as they were captured."""
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -80,6 +85,16 @@ class Trial:
     error_after: float
     share_explained: float | None
     """Of the mean |Δ log p| over response tokens; None where no log-probs were recorded."""
+    modules: tuple[str, ...] = ()
+    """All modules of the side in which the same assumption reproduces, in the order of execution."""
+    evidence: tuple[str, ...] = ()
+    """What in the numbers spoke for it."""
+    rejected: tuple[tuple[str, float], ...] = ()
+    """Causes that were tried here and did not reproduce, with the share of the error that each left, best first."""
+    tokens: tuple[tuple[int, int], ...] = ()
+    """(rollout sequence, position) of the rows that are off."""
+    floor: float = 0.0
+    """What rounding may introduce in ``module``, relative."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,275 @@
+"""Undoes assumed causes one by one and looks what becomes of the difference.
+
+Takes two sides put together, the model and what the replay measured; gives trials: for the first module that introduces
+more than its floor every assumption that its maths allows is made, the one that reproduces the side's captured values
+best is kept, extended to all modules of the same kind in which it holds too, and grafted on the model, so that its share
+of |Δ log p| is known. Then the next module, until all that is left is inside the floors: stacked causes come out in order.
+"""
+# pyright: standard
+# (the bench holds modules, which torch does not type)
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from trainfer.check.compare.joined import JoinedSides
+from trainfer.check.replay.records import Replay, Trial
+from trainfer.check.replay.trials_bench import SIDES, Bench, Graft
+from trainfer.check.replay.trials_layers import attention_facts
+from trainfer.check.replay.trials_linear import (
+    adapter_attempts,
+    dropout_attempts,
+    linear_attempts,
+    scaled_attempts,
+)
+from trainfer.check.replay.trials_norm import norm_attempts
+from trainfer.check.replay.trials_rope import rope_attempts
+from trainfer.check.replay.trials_scores import attention_attempts
+from trainfer.check.replay.trials_sites import Attempt, Outcome, Site, relative, weigh
+
+MAX_CAUSES = 8
+"""Confirmed or unknown, before the search gives up."""
+MAX_SITES = 96
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspect:
+    """A module that introduces more than its floor on one side."""
+
+    module: str
+    side: int
+    floor: float
+    factor: float
+
+
+def suspects_of(replay: Replay) -> list[Suspect]:
+    """Modules above their floor, in the order of execution; the side that is further above it."""
+    found: list[Suspect] = []
+    for item in sorted(replay.modules, key=lambda module: module.order):
+        factors = item.factors
+        found += [
+            Suspect(module=item.module, side=side, floor=item.floors[side].value, factor=factors[side])
+            for side in sorted((0, 1), key=lambda number: -factors[number])
+            if not factors[side] <= 1
+        ]
+    return found
+
+
+def find_causes(joined: JoinedSides, model: nn.Module, replay: Replay) -> Replay:
+    """Trials for everything that the replay found above its floors.
+
+    Args:
+        joined: Both sides.
+        model: The reference.
+        replay: What was introduced where.
+
+    Returns:
+        The same replay with ``trials`` and ``remaining``.
+    """
+    suspects = suspects_of(replay)
+    if not suspects or not joined.tokens.sequences[0]:
+        return replay
+    search = _Search(Bench(joined, model), suspects)
+    trials = search.run()
+    return replace(replay, trials=tuple(trials), remaining=search.remaining)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Best:
+    outcome: Outcome
+    attempt: Attempt
+    site: Site
+
+
+class _Search:
+    """One search through the suspects."""
+
+    def __init__(self, bench: Bench, suspects: list[Suspect]) -> None:
+        self.bench = bench
+        self.left = suspects[:MAX_SITES]
+        self.grafts: tuple[list[Graft], list[Graft]] = ([], [])
+        self.before = self._difference()
+        self.remaining = self._mean(self.before)
+
+    def run(self) -> Iterator[Trial]:
+        """Trials until nothing is left."""
+        count = 0
+        while self.left and count < MAX_CAUSES:
+            suspect = self.left.pop(0)
+            trial = self._explain(suspect)
+            if trial is not None:
+                count += 1
+                yield trial
+
+    def _explain(self, suspect: Suspect) -> Trial | None:
+        site = self.bench.site(suspect.module, suspect.side, suspect.floor)
+        if site is None or not site.usable():
+            return None
+        best, rejected = self._try(site)
+        if best is None:
+            return self._unknown(site, rejected)
+        group = [best, *self._same_elsewhere(best, suspect.side)]
+        for item in group:
+            self.grafts[suspect.side].append(_graft_of(item.site, item.attempt))
+        return Trial(
+            cause=best.outcome.hypothesis.cause,
+            module=site.module,
+            side=site.side,
+            parameters=best.outcome.hypothesis.parameters,
+            reproduced=True,
+            error_before=best.outcome.before,
+            error_after=best.outcome.after,
+            share_explained=self._share(),
+            modules=tuple(item.site.module for item in group),
+            evidence=best.outcome.hypothesis.evidence,
+            rejected=rejected,
+            tokens=_tokens(site),
+            floor=site.floor,
+        )
+
+    def _try(self, site: Site, only: str | None = None) -> tuple[_Best | None, tuple[tuple[str, float], ...]]:
+        best: _Best | None = None
+        fallen: dict[str, float] = {}
+        for attempt in self._attempts(site):
+            cause = attempt.hypothesis.cause
+            if only is not None and cause != only:
+                continue
+            outcome = weigh(site, attempt)
+            if not outcome.reproduced:
+                fallen[cause] = min(outcome.spread, fallen.get(cause, np.inf))
+            elif best is None or outcome.spread < 0.5 * best.outcome.spread:
+                best = _Best(outcome=outcome, attempt=attempt, site=site)
+            if best is not None and best.outcome.spread < 1e-6:
+                break
+        if best is not None:
+            fallen.pop(best.outcome.hypothesis.cause, None)
+        return best, tuple(sorted(fallen.items(), key=lambda item: item[1]))
+
+    def _attempts(self, site: Site) -> Iterable[Attempt]:
+        match site.kind:
+            case "norm":
+                yield from norm_attempts(site)
+            case "rotary":
+                yield from rope_attempts(site)
+            case "attention":
+                facts = attention_facts(self.bench, site)
+                if facts is not None:
+                    yield from attention_attempts(site, facts)
+            case "linear" | "head":
+                yield from adapter_attempts(site, adapter_of(site.layer))
+                yield from linear_attempts(site)
+            case _:
+                pass
+        yield from dropout_attempts(site)
+        yield from scaled_attempts(site)
+
+    def _same_elsewhere(self, found: _Best, side: int) -> list[_Best]:
+        """Other suspects of the same kind and side in which the same cause reproduces with the same parameters."""
+        group: list[_Best] = []
+        for suspect in list(self.left):
+            if suspect.side != side or self.bench.kind(suspect.module) != found.site.kind:
+                continue
+            site = self.bench.site(suspect.module, side, suspect.floor)
+            if site is None or not site.usable():
+                continue
+            best, _ = self._try(site, only=found.outcome.hypothesis.cause)
+            if best is not None:
+                group.append(best)
+                self.left.remove(suspect)
+        return group
+
+    def _unknown(self, site: Site, rejected: tuple[tuple[str, float], ...]) -> Trial:
+        side = SIDES.index(site.side)
+        self.grafts[side].append(_graft_of(site, None))
+        found = [
+            relative(rows[1], rows[0])[rows[2].numpy()] for rows in map(site.rows, site.usable()) if rows
+        ]
+        worst = max((float(error.max(initial=0.0)) for error in found), default=0.0)
+        return Trial(
+            cause="module.unknown",
+            module=site.module,
+            side=site.side,
+            parameters={"kind": site.kind},
+            reproduced=False,
+            error_before=worst,
+            error_after=worst,
+            share_explained=self._share(),
+            modules=(site.module,),
+            rejected=rejected,
+            tokens=_tokens(site),
+            floor=site.floor,
+        )
+
+    def _share(self) -> float | None:
+        """What the last graft took from the mean |Δ log p|, as a share of all of it."""
+        if self.remaining is None:
+            return None
+        whole, before = self._mean(self.before), self.remaining
+        effects = [self._effect(side) for side in (0, 1)]
+        self.remaining = self._mean(self.before + effects[0] - effects[1])
+        if not whole or self.remaining is None:
+            return None
+        return max(0.0, min(1.0, (before - self.remaining) / whole))
+
+    def _difference(self) -> NDArray[np.float64]:
+        """Recorded train − rollout, token after token of all sequences of the bench."""
+        parts: list[NDArray[np.float64]] = []
+        for rollout, train in self.bench.records.values():
+            a, b = (np.array([float(v) for v in r.logprobs]) for r in (rollout, train))
+            parts.append(b - a if len(a) == len(b) else np.empty(0))
+        return np.concatenate([np.empty(0), *parts])
+
+    def _effect(self, side: int) -> NDArray[np.float64]:
+        """What the grafts of one side do to its log-probs."""
+        parts: list[NDArray[np.float64]] = []
+        for label, (rollout, train) in self.bench.records.items():
+            if len(rollout.logprobs) != len(train.logprobs):
+                continue
+            clean = self.bench.logprobs(label, ())
+            changed = self.bench.logprobs(label, self.grafts[side])
+            parts.append((changed - clean).numpy()[: len(rollout.logprobs)])
+        return np.concatenate([np.empty(0), *parts])
+
+    @staticmethod
+    def _mean(values: NDArray[np.float64]) -> float | None:
+        usable = values[np.isfinite(values)]
+        return float(np.mean(np.abs(usable))) if len(usable) else None
+
+
+def _graft_of(site: Site, attempt: Attempt | None) -> Graft:
+    errors: dict[int, torch.Tensor] = {}
+    for number, trace in enumerate(site.usable()):
+        rows = site.rows(trace)
+        assert rows is not None
+        computed, captured, known = rows
+        other = captured if attempt is None else attempt.predicted[number]
+        off = torch.where(known[:, None], other - computed, torch.zeros_like(computed))
+        errors[trace.label] = torch.nan_to_num(off, nan=0.0, posinf=0.0, neginf=0.0)
+    return Graft(places=site.places, errors=errors)
+
+
+def _tokens(site: Site) -> tuple[tuple[int, int], ...]:
+    found: list[tuple[int, int]] = []
+    for trace in site.usable():
+        rows = site.rows(trace)
+        assert rows is not None
+        off = (relative(rows[1], rows[0]) > site.floor) & rows[2].numpy()
+        found += [(trace.label, int(position)) for position in np.flatnonzero(off)]
+    return tuple(found)
+
+
+def adapter_of(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """A, B and scaling of a PEFT layer's one active adapter."""
+    parts = [getattr(layer, name, None) for name in ("lora_A", "lora_B", "scaling")]
+    if not isinstance(parts[0], nn.ModuleDict) or not isinstance(parts[1], nn.ModuleDict):
+        return None
+    names = list(parts[0])
+    scaling = parts[2]
+    if len(names) != 1 or not isinstance(scaling, dict):
+        return None
+    a, b = (part[names[0]].weight.detach().double() for part in parts[:2] if isinstance(part, nn.ModuleDict))
+    return a, b, float(scaling[names[0]])

@@ -1,0 +1,146 @@
+"""Assumptions about a key-value cache: rows of other weights, rounded rows, a lost row at a seam.
+
+Takes the cores of one layer; gives attempts.
+
+Axes: T tokens, G key heads, K head size.
+"""
+# pyright: standard
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainfer.check.replay.hypotheses import Hypothesis, first_bad
+from trainfer.check.replay.trials_attention import Change, causal, run_core
+from trainfer.check.replay.trials_cores import AttentionFacts, attempt
+from trainfer.check.replay.trials_sites import Attempt, Site
+
+
+def old_cache_attempts(facts: AttentionFacts) -> Iterator[Attempt]:
+    """Keys and values of a prefix from the weights before."""
+    if not any(facts.old):
+        return
+    predicted: list[Tensor] = []
+    for core, old in zip(facts.cores, facts.old, strict=True):
+        if old is None:
+            predicted.append(run_core(core))
+            continue
+        keys, values, stop = old
+        held = torch.arange(len(core.k_TGK)) < stop
+        changed = replace(
+            core,
+            k_TGK=torch.where(held[:, None, None], keys, core.k_TGK),
+            v_TGK=torch.where(held[:, None, None], values, core.v_TGK),
+        )
+        predicted.append(run_core(changed))
+    stops = sorted({old[2] for old in facts.old if old is not None})
+    text = (
+        f"keys and values of positions below {stops[-1]} are those of the weights before; queries are fresh"
+    )
+    yield Attempt(
+        hypothesis=Hypothesis(
+            cause="kv_cache.stale_prefix", parameters={"prefix": float(stops[-1])}, evidence=(text,)
+        ),
+        predicted=tuple(predicted),
+    )
+
+
+def _to_float8(dtype: torch.dtype, *, scaled: str) -> Callable[[Tensor], Tensor]:
+    top = torch.finfo(dtype).max
+
+    def store(t: Tensor) -> Tensor:
+        scale = _scales(t, scaled) / top if scaled else torch.ones(1, dtype=t.dtype)
+        return (t / scale).clamp(-top, top).float().to(dtype).double() * scale
+
+    return store
+
+
+def _to_int(bits: int, *, scaled: str) -> Callable[[Tensor], Tensor]:
+    top = 2 ** (bits - 1) - 1
+
+    def store(t: Tensor) -> Tensor:
+        scale = _scales(t, scaled) / top
+        return (t / scale).round().clamp(-top - 1, top) * scale
+
+    return store
+
+
+def _scales(t: Tensor, scaled: str) -> Tensor:
+    dims = {"tensor": (0, 1, 2), "head": (0, 2), "token and head": (2,), "token": (1, 2), "channel": (0,)}[
+        scaled
+    ]
+    return t.abs().amax(dims, keepdim=True).clamp_min(1e-30)
+
+
+def _stores() -> dict[str, Callable[[Tensor], Tensor]]:
+    stores: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, dtype in (("FP8 E4M3", torch.float8_e4m3fn), ("FP8 E5M2", torch.float8_e5m2)):
+        stores[name] = _to_float8(dtype, scaled="")
+        for scaled in ("tensor", "head", "token and head", "token", "channel"):
+            stores[f"{name}, one scale a {scaled}"] = _to_float8(dtype, scaled=scaled)
+    for bits in (8, 4):
+        for scaled in ("token and head", "head", "tensor", "token", "channel"):
+            stores[f"INT{bits}, one scale a {scaled}"] = _to_int(bits, scaled=scaled)
+    for name, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+        stores[name] = lambda t, d=dtype: t.to(d).double()
+    return stores
+
+
+def quantised_attempts(facts: AttentionFacts) -> Iterator[Attempt]:
+    """Keys and values that come out of the cache rounded."""
+    decodes = any(bool(rows.any()) for rows in facts.decode)
+    for name, store in _stores().items():
+        for what, keys, values in (
+            ("keys and values", store, store),
+            ("keys", store, None),
+            ("values", None, store),
+        ):
+            for only in (False, True) if decodes else (False,):
+                changes = [
+                    Change(keys=keys, values=values, rows=rows if only else None) for rows in facts.decode
+                ]
+                text = f"{what} come out of the cache rounded to {name}"
+                text += "; only decode rows read them so" if only else ""
+                yield attempt(facts, "kv_cache.quantized", changes, text, stored=name, what=what)
+
+
+def seam_attempts(site: Site, facts: AttentionFacts, bad: Sequence[np.ndarray]) -> Iterator[Attempt]:
+    """A key near a seam is lost, doubled or empty from some row on."""
+    firsts = sorted({f for f in (first_bad(errors, site.floor) for errors in bad) if f is not None})
+    for first in firsts[:3]:
+        for key in sorted({first - 2, first - 1, first, 0} & set(range(first + 1))):
+            lost = Change(
+                visible=lambda rows, keys, k=key, f=first: (
+                    causal(rows, keys, facts.cores[0].window) & ~((keys == k) & (rows >= f) & (rows != k))
+                )
+            )
+            text = f"from row {first} on position {key} is not seen"
+            yield attempt(facts, "kv_cache.seam", lost, text, row=first, key=key)
+            for what, how in (("empty", _blank), ("that of the position before", _copied)):
+                changes = [
+                    Change(
+                        keys=lambda t, k=key, h=how: h(t, k),
+                        values=lambda t, k=key, h=how: h(t, k),
+                        rows=torch.arange(len(core.q_THK)) >= first,
+                    )
+                    for core in facts.cores
+                ]
+                text = f"from row {first} on position {key} of the cache is {what}"
+                yield attempt(facts, "kv_cache.seam", changes, text, row=first, key=key)
+
+
+def _blank(t: Tensor, key: int) -> Tensor:
+    changed = t.clone()
+    if key < len(t):
+        changed[key] = 0
+    return changed
+
+
+def _copied(t: Tensor, key: int) -> Tensor:
+    changed = t.clone()
+    if 0 < key < len(t):
+        changed[key] = t[key - 1]
+    return changed

@@ -1,0 +1,175 @@
+"""Assumptions about normalisations: another eps, another precision, another order of casts.
+
+Takes a site of kind ``norm``; gives attempts. An RMS norm is y = x / sqrt(mean x² + eps) · w; what differs between
+implementations is eps, where the mean is rounded, and whether the quotient is rounded before it meets the weight.
+"""
+# pyright: standard
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from trainfer.check.replay.hypotheses import Hypothesis, eps_of_rows, round_eps
+from trainfer.check.replay.trials_sites import TORCH_DTYPES, Attempt, Site, rounded
+
+_LOW = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def norm_attempts(site: Site) -> Iterator[Attempt]:
+    """What may be otherwise in a normalisation."""
+    facts = _facts(site)
+    if facts is None:
+        return
+    weight, eps, centred = facts
+    yield from _eps(site, weight, eps, centred=centred)
+    yield from _precision(site, weight, eps)
+
+
+def _facts(site: Site) -> tuple[Tensor, float, bool] | None:
+    """Weight as it multiplies, eps, and whether the mean is taken off; None where the module is not such a norm."""
+    layer, trace = site.layer, site.traces[0]
+    x = site.given(trace)
+    rows = site.rows(trace)
+    eps = eps_of(layer)
+    if x is None or rows is None or eps is None or x.shape != rows[0].shape:
+        return None
+    raw = getattr(layer, "weight", None)
+    width = raw.numel() if isinstance(raw, Tensor) else x.shape[1]
+    if x.shape[1] % width:
+        return None
+    plain = torch.ones(width, dtype=torch.float64) if raw is None else raw.detach().double()
+    bias = getattr(layer, "bias", None)
+    if bias is not None:
+        return None
+    for weight in (plain, 1 + plain):
+        for centred in (False, True):
+            y = apply(x, weight, eps, centred=centred)
+            off = torch.linalg.vector_norm(y - rows[0]) / torch.linalg.vector_norm(rows[0]).clamp_min(1e-30)
+            if float(off) < 1e-5:
+                return weight, eps, centred
+    return None
+
+
+def eps_of(layer: object) -> float | None:
+    """A norm's eps, under the names in use."""
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        value = getattr(layer, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+def apply(
+    x_TD: Tensor, weight_W: Tensor, eps: float, *, centred: bool = False, outside: bool = False
+) -> Tensor:
+    """The norm in float64, over groups of the weight's width (a head's norm runs over heads side by side)."""
+    x = x_TD.reshape(len(x_TD), -1, len(weight_W))
+    if centred:
+        x = x - x.mean(-1, keepdim=True)
+    square = x.square().mean(-1, keepdim=True)
+    size = square.sqrt() + eps if outside else (square + eps).sqrt()
+    return (x / size * weight_W).reshape(x_TD.shape)
+
+
+def _predict(site: Site, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    found: list[Tensor] = []
+    for trace in site.usable():
+        x = site.given(trace)
+        assert x is not None
+        found.append(function(x))
+    return tuple(found)
+
+
+def _eps(site: Site, weight: Tensor, eps: float, *, centred: bool) -> Iterator[Attempt]:
+    xs, ys = [], []
+    for trace in site.usable():
+        x, rows = site.given(trace), site.rows(trace)
+        assert x is not None
+        assert rows is not None
+        xs.append(x[rows[2]].reshape(-1, len(weight)))
+        ys.append(rows[1][rows[2]].reshape(-1, len(weight)))
+    x, y = torch.cat(xs), torch.cat(ys)
+    x = x - x.mean(-1, keepdim=True) if centred else x
+    fit = eps_of_rows(x.numpy(), y.numpy(), weight.numpy())
+    if fit is None:
+        return
+    said = eps_of(_Attributes(site))
+    known = [] if said is None or said == eps else [said]
+    text = f"each row is one multiple of what it should be (residual {fit[1]:.2g}); the multiples imply eps {fit[0]:.4g}"
+    for value in dict.fromkeys([*known, *round_eps(fit[0])]):
+        if value == eps:
+            continue
+        evidence = (text, f"eps {value:.3g} on this side, {eps:.3g} in the reference")
+        yield Attempt(
+            hypothesis=Hypothesis(
+                cause="norm.eps", parameters={"eps": value, "reference_eps": eps}, evidence=evidence
+            ),
+            predicted=_predict(site, lambda t, v=value: apply(t, weight, v, centred=centred)),
+        )
+    outside = ("eps is added to the root, not under it",)
+    yield Attempt(
+        hypothesis=Hypothesis(
+            cause="norm.eps", parameters={"eps": eps, "where": "outside"}, evidence=outside
+        ),
+        predicted=_predict(site, lambda t: apply(t, weight, eps, centred=centred, outside=True)),
+    )
+
+
+class _Attributes:
+    """A manifest's attributes as an object's."""
+
+    def __init__(self, site: Site) -> None:
+        for name, value in site.attributes.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                setattr(self, name, float(value))
+
+
+def _precision(site: Site, weight: Tensor, eps: float) -> Iterator[Attempt]:
+    for name, dtype in _LOW.items():
+        out = TORCH_DTYPES.get(site.dtype, torch.float64)
+        variants = {
+            "all of it": lambda t, d=dtype: low_norm(t, weight, eps, d),
+            "the mean of squares": lambda t, d=dtype: low_mean(t, weight, eps, d),
+            "its input": lambda t, d=dtype: apply(rounded(t, d), weight, eps),
+            "its result": lambda t, d=dtype: rounded(apply(t, weight, eps), d),
+            "the quotient, before the weight": lambda t, d=dtype: rounded(
+                apply(t, torch.ones_like(weight), eps), d
+            ).reshape(len(t), -1, len(weight)).mul(weight).reshape(t.shape),
+        }  # fmt: skip
+        if out == dtype:
+            variants = {key: variants[key] for key in ("all of it", "the mean of squares")}
+        for what, function in variants.items():
+            yield Attempt(
+                hypothesis=Hypothesis(
+                    cause="norm.precision",
+                    parameters={"dtype": name, "what": what},
+                    evidence=(f"{what} is rounded to {name} on this side",),
+                ),
+                predicted=_predict(site, function),
+            )
+
+
+def low_norm(x_TD: Tensor, weight_W: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Every step in a low precision."""
+    x = x_TD.to(dtype).reshape(len(x_TD), -1, len(weight_W))
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight_W.to(dtype) * (x * scale)).double().reshape(x_TD.shape)
+
+
+def low_mean(x_TD: Tensor, weight_W: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """The mean of squares in a low precision, the rest not."""
+    x = x_TD.reshape(len(x_TD), -1, len(weight_W))
+    square = x.to(dtype).pow(2).mean(-1, keepdim=True).double()
+    return (x * torch.rsqrt(square + eps) * weight_W).reshape(x_TD.shape)
+
+
+def cast_variants(x_TD: Tensor, weight_W: Tensor, eps: float, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The two orders of casts in use, as they come out in a low precision."""
+    x = x_TD.float().reshape(len(x_TD), -1, len(weight_W))
+    quotient = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    weight = weight_W.to(dtype)
+    return {
+        "the quotient is rounded, then multiplied by the weight": (weight * quotient.to(dtype)).reshape(x_TD.shape),
+        "multiplied by the weight in float32, then rounded": (weight.float() * quotient).to(dtype).reshape(x_TD.shape),
+    }  # fmt: skip
