@@ -42,6 +42,9 @@ VERBS: Mapping[str, Verb] = {
     "faults": Verb(
         module="trainfer.cli.faults", summary="Plant faults in tiny models and score what a comparison says."
     ),
+    "attach": Verb(
+        module="trainfer.cli.attach", summary="Run a stock verl command with the probe in it: -- COMMAND…."
+    ),
     "doctor": Verb(module="trainfer.cli.doctor", summary="Say what is installed and what will work."),
 }
 """A verb is added by one line here and one module with ``command``."""

@@ -13,26 +13,34 @@ from trainfer.check.compare.source import DumpSide, ReadableSide
 from trainfer.check.diagnose import Diagnosis, diagnose
 from trainfer.errors import DumpError, ModelError
 from trainfer.integrations.msprobe.reader import MsprobeSide, is_msprobe_dump
+from trainfer.integrations.parts import PartsSide, part_folders
 
 SideLike = str | Path | ReadableSide
 
 
-def compare(rollout: SideLike, train: SideLike, model: nn.Module | str | Path | None = None) -> Diagnosis:
+def compare(
+    rollout: SideLike, train: SideLike, model: nn.Module | str | Path | None = None, *, replay: bool = True
+) -> Diagnosis:
     """Compare what the rollout computed with what training computed.
 
     Args:
         rollout: A dump's folder, or an open side.
         train: Likewise.
-        model: A model's folder: its tokenizer gives texts to tokens. A module is accepted for a replay.
+        model: The model that both sides are to have, or its folder (safetensors; nothing is downloaded, no code of the
+            folder is run): every module is replayed in float64, and the folder's tokenizer gives texts to tokens.
+        replay: False uses a folder's tokenizer alone.
 
     Raises:
         DumpError: a folder holds no dump.
-        ModelError: the model's folder is not there.
+        ModelError: the model's folder is not there, or holds no model that can be loaded.
     """
-    tokenizer = None if model is None or isinstance(model, nn.Module) else _tokenizer(Path(model))
+    is_folder = model is not None and not isinstance(model, nn.Module)
+    tokenizer = _tokenizer(Path(model)) if is_folder else None
     first, second = open_side(rollout), open_side(train)
+    module = (_module(Path(model)) if is_folder else model) if replay else None
+    assert module is None or isinstance(module, nn.Module)
     if tokenizer is None:
-        return diagnose(first, second)
+        return diagnose(first, second, model=module)
     used = {
         token
         for side in (first, second)
@@ -46,7 +54,7 @@ def compare(rollout: SideLike, train: SideLike, model: nn.Module | str | Path | 
     def decode(ids: object) -> str:
         return tokenizer.decode(list(ids), skip_special_tokens=False)  # type: ignore[call-overload]
 
-    return diagnose(first, second, decode=decode, texts=texts)
+    return diagnose(first, second, decode=decode, texts=texts, model=module)
 
 
 def open_side(side: SideLike) -> ReadableSide:
@@ -60,6 +68,8 @@ def open_side(side: SideLike) -> ReadableSide:
     path = Path(side)
     if not path.is_dir():
         raise DumpError(f"{path} is no folder; name the folder that trainfer.capture wrote")
+    if part_folders(path):
+        return PartsSide(path)
     return MsprobeSide(path) if is_msprobe_dump(path) else DumpSide(path)
 
 
@@ -70,3 +80,12 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
         )
     path = folder / "tokenizer.json"
     return Tokenizer.from_file(str(path)) if path.is_file() else None
+
+
+def _module(folder: Path) -> nn.Module | None:
+    """The folder's model in the dtype that it was saved in; None for a folder with a tokenizer alone."""
+    if not (folder / "config.json").is_file():
+        return None
+    from trainfer.integrations.transformers.reference import load_reference
+
+    return load_reference(folder)

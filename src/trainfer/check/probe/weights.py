@@ -59,7 +59,7 @@ class WeightWatcher:
             self._sink.problem(f"{name} ({tensor.dtype}) has no fingerprint", module=module)
             return
         try:
-            part, parts, text = _fingerprint(tensor.detach())
+            part, parts, text = part_fingerprint(tensor.detach())
         except UNREADABLE as error:
             self._sink.problem(f"{name} has no fingerprint: {error}", module=module)
             return
@@ -88,7 +88,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _fingerprint(tensor: Tensor) -> tuple[Tensor, tuple[tuple[int, int, int], ...], str]:
+def part_fingerprint(tensor: Tensor) -> tuple[Tensor, tuple[tuple[int, int, int], ...], str]:
     """This rank's part, where it lies, and its fingerprint."""
     if not isinstance(tensor, DTensor):
         return tensor, (), fingerprint(tensor)

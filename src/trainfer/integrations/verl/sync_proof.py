@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainfer.check.dump.records import Role, WeightRecord
+from trainfer.check.dump.tensors import DTYPE_NAMES
+from trainfer.check.probe.names import named_tensors
 from trainfer.check.probe.settings import check_settings
 from trainfer.check.probe.sink import CaptureWarning, TensorSink
-from trainfer.check.probe.weights import WeightWatcher
+from trainfer.check.probe.weights import part_fingerprint
 from trainfer.integrations.verl.bare_dump import BareDump
 from trainfer.integrations.verl.session import Session, session
 
@@ -23,8 +26,14 @@ _VLLM_WEIGHTS = "trainfer.integrations.vllm.weights:EffectiveWeights"
 _VLLM_READER = "trainfer.engines.vllm.effective.pieces"
 
 
-def train_weights(state: Session, model: nn.Module) -> None:
+def train_weights(state: Session, model: nn.Module, dtype: str | None) -> None:
     """The actor's weights, as they are after this sync.
+
+    Args:
+        state: Of this process.
+        model: The actor; of a sharded one this rank's parts are written.
+        dtype: The rollout's, by verl's name (``bfloat16``): weights are rounded to it on their way, so they are here. None
+            leaves them as they are.
 
     Raises:
         DumpError: the folder was used before.
@@ -32,9 +41,30 @@ def train_weights(state: Session, model: nn.Module) -> None:
     """
     rank, size = _rank_and_size()
     dump = _dump("train", "train", rank, size, type(model).__name__)
-    WeightWatcher(model, dump.writer, _sink(dump, "train"), full=False).write(
-        step=state.step, version=state.step
-    )
+    target = getattr(torch, dtype, None) if dtype else None
+    names, first_names = named_tensors(model), dict[int, str]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        module, local = names[name]
+        full_name = f"{module}.{local}" if module else local
+        tied_to = first_names.get(id(parameter))
+        first_names.setdefault(id(parameter), full_name)
+        value = parameter.detach()
+        if isinstance(target, torch.dtype) and value.is_floating_point():
+            value = value.to(target)
+        _, parts, text = part_fingerprint(value)
+        record = WeightRecord(
+            name=full_name,
+            module=module,
+            role=Role.PARAMETER,
+            dtype=DTYPE_NAMES[value.dtype],
+            shape=tuple(parameter.shape),
+            fingerprint=text,
+            weights_version=state.step,
+            requires_grad=parameter.requires_grad,
+            tied_to=tied_to,
+            parts=parts,
+        )
+        dump.put(record, step=state.step, pass_name="weights")
     dump.mark()
 
 
@@ -51,15 +81,15 @@ def rollout_weights(state: Session, worker: Any, *, replica: int) -> None:
     with torch.inference_mode(mode=False), warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureWarning)  # the dump itself says what has no fingerprint
         weights = pkgutil.resolve_name(_VLLM_WEIGHTS)(
-            model, dump.writer, _sink(dump, "rollout"), reader=_VLLM_READER, rank=rank, size=size
+            model, dump.writer, _sink(dump), reader=_VLLM_READER, rank=rank, size=size
         )
         weights.write(step=state.step, version=state.step)
     dump.mark()
 
 
-def _sink(dump: BareDump, side: str) -> TensorSink:
+def _sink(dump: BareDump) -> TensorSink:
     settings = check_settings(
-        side=side,
+        side="rollout",
         pass_name=None,
         weights_version=None,
         level="L0",

@@ -63,7 +63,7 @@ def weights_sent(call: Call) -> Steps:
     yield
     state = session()
     state.synced(call.argument("global_steps"))
-    train_weights(state, call.owner.actor.engine.module)
+    train_weights(state, call.owner.actor.engine.module, call.owner.config.rollout.get("dtype"))
 
 
 def micro_batch_inputs(call: Call) -> Steps:
