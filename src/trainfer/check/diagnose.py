@@ -6,15 +6,22 @@ the check half that knows comparison, explanation and report at once.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from torch import nn
+
 from trainfer.check.align.names import NameMap
+from trainfer.check.compare.joined import join_sides
 from trainfer.check.compare.records import Comparison, Verdict
 from trainfer.check.compare.run import run_stages
 from trainfer.check.compare.source import ReadableSide
 from trainfer.check.explain.records import Cause, Explanation, FirstDivergence
 from trainfer.check.explain.tokens import Decode
 from trainfer.check.explain.verdict import explain
+from trainfer.check.replay.judged import judge_again
+from trainfer.check.replay.records import Replay
+from trainfer.check.replay.run import replay
 from trainfer.check.report.comparison import ReportNames, render_comparison
 from trainfer.check.report.document import Document, document, encode
 from trainfer.check.report.tables import rows_of, write_csv, write_xlsx
@@ -33,6 +40,8 @@ class Diagnosis:
 
     explanation: Explanation
     names: ReportNames
+    replay: Replay | None = None
+    """What every module introduced and inherited; None where no model was at hand."""
 
     @property
     def verdict(self) -> str:
@@ -101,6 +110,7 @@ def diagnose(
     names: NameMap | None = None,
     decode: Decode | None = None,
     texts: Mapping[int, str] | None = None,
+    model: nn.Module | None = None,
 ) -> Diagnosis:
     """Compare two sides.
 
@@ -110,10 +120,18 @@ def diagnose(
         names: Rules for modules' names; None takes trainfer's own.
         decode: Token ids -> text.
         texts: Text of each token id, for the report.
+        model: The model that both sides are to have: its modules are run again in float64 on either side's captured
+            inputs, and judged by what they introduce themselves.
     """
-    explanation = explain(run_stages(rollout, train, names=names), decode=decode, texts=texts)
+    joined = join_sides(rollout, train, names=names)
+    replayed = None if model is None else replay(rollout, train, None, model, joined=joined)
+    again = None if replayed is None else partial(judge_again, replay=replayed)
+    comparison = run_stages(rollout, train, joined=joined, judge_again=again)
+    explanation = explain(comparison, decode=decode, texts=texts)
     return Diagnosis(
-        explanation=explanation, names=ReportNames(rollout=_last(rollout.name), train=_last(train.name))
+        explanation=explanation,
+        replay=replayed,
+        names=ReportNames(rollout=_last(rollout.name), train=_last(train.name)),
     )
 
 

@@ -16,7 +16,7 @@ import click
     "--model",
     type=click.Path(path_type=Path),
     default=None,
-    help="Folder of the model: its tokenizer names the tokens.",
+    help="Folder of the model (config.json, *.safetensors): replays every module in float64; its tokenizer names the tokens.",
 )
 @click.option(
     "--out",

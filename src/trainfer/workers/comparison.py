@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     rollout, train, out, model = arguments
     try:
-        result = compare(rollout, train, model=model)
+        result = compare(rollout, train, model=model, replay=False)
         result.write(out)
     except TrainferError as error:
         sys.stdout.write(f"{error}\n")

@@ -5,13 +5,13 @@ only where the stages before are proven: behind a weight that differs, modules a
 shown, and not judged.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from trainfer.check.align.adapters import PointJoin, join_points
-from trainfer.check.align.names import NameMap, name_map
-from trainfer.check.align.points import SidePoints, collect
-from trainfer.check.align.rows import RawTables, label_tables
+from trainfer.check.align.adapters import PointJoin
+from trainfer.check.align.names import NameMap
+from trainfer.check.align.points import SidePoints
 from trainfer.check.compare.coverage import describe_coverage
+from trainfer.check.compare.joined import JoinedSides, join_sides
 from trainfer.check.compare.judge import Judged, judge, module_label
 from trainfer.check.compare.pairs import PairComparer
 from trainfer.check.compare.records import (
@@ -21,35 +21,36 @@ from trainfer.check.compare.records import (
     Status,
 )
 from trainfer.check.compare.source import ReadableSide
-from trainfer.check.compare.tables import RowPlans
 from trainfer.check.compare.tail import TailFacts, examine_tail, logprob_stage, tokens_stage
-from trainfer.check.compare.tokens import check_tokens
 from trainfer.check.compare.tolerance import Tolerances, tolerances
-from trainfer.check.compare.weights import WeightResult, check_weights
-from trainfer.check.dump.records import SequenceRecord
+from trainfer.check.compare.weights import WeightResult
 
 
-def run_stages(rollout: ReadableSide, train: ReadableSide, *, names: NameMap | None = None) -> Comparison:
+def run_stages(
+    rollout: ReadableSide,
+    train: ReadableSide,
+    *,
+    names: NameMap | None = None,
+    joined: JoinedSides | None = None,
+    judge_again: Callable[[Judged], Judged] | None = None,
+) -> Comparison:
     """All five stages.
 
     Args:
         rollout: The side that generated; for two dumps of one kind the reference.
         train: The other one.
         names: Rules for modules' names; None takes trainfer's own.
+        joined: The two sides put together, where that was done before.
+        judge_again: Changes what was judged of modules by what a replay found.
     """
-    names = names or name_map()
+    both = joined or join_sides(rollout, train, names=names)
     limits = tolerances()
-    raw = RawTables(rollout), RawTables(train)
-    tokens = check_tokens(rollout, train, raw)
-    used = _versions(raw[0], tokens.sequences[0]), _versions(raw[1], tokens.sequences[1])
-    head_size = _head_size(train) or _head_size(rollout)
-    weights = check_weights(rollout, train, used, names, head_size=head_size)
-    tables = label_tables(raw, weights.versions, tokens.labels)
-    plans = RowPlans(*tables)
-    points = collect(rollout, names), collect(train, names)
-    join = join_points(*points, names, head_size=head_size)
+    raw, tokens, weights, tables = both.raw, both.tokens, both.weights, both.tables
+    plans, points, join = both.plans, both.points, both.join
     comparer = PairComparer(rollout, train, plans)
     judged = judge(comparer.compare(join.pairs), limits)
+    if judge_again is not None:
+        judged = judge_again(judged)
     facts = TailFacts(sides=(rollout, train), tokens=tokens, weights=weights, points=points, plans=plans)
     tail = examine_tail(facts, judged, limits)
     repeated = _repeated(comparer, join, limits)
@@ -71,22 +72,6 @@ def run_stages(rollout: ReadableSide, train: ReadableSide, *, names: NameMap | N
         introduced=judged.introduced,
         stale_versions=weights.stale_versions,
     )
-
-
-def _versions(raw: RawTables, sequences: Sequence[SequenceRecord]) -> tuple[int, ...]:
-    recorded = {record.weights_version for record in sequences if record.pass_name != "executed"}
-    return tuple(sorted({*raw.versions.values(), *recorded}))
-
-
-def _head_size(side: ReadableSide) -> int | None:
-    """Of keys, from the model's configuration."""
-    config = side.manifest.model_config
-    size, width, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
-    if isinstance(size, int) and size > 0:
-        return size
-    if isinstance(width, int) and isinstance(heads, int) and heads > 0:
-        return width // heads
-    return None
 
 
 def _module_order(first: SidePoints, second: SidePoints) -> dict[str, int]:

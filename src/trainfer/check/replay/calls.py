@@ -1,0 +1,175 @@
+"""How a model calls its modules: what each takes and gives, learned from one short run.
+
+Takes a model; gives for each module the arguments of its first call and the structure of its result, with tiny
+tensors in them. The replay puts a side's captured rows in the place of those tensors. The model runs once, on a few
+tokens, without gradients; its training flags and random state are as before.
+"""
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from trainfer.check.align.names import NameMap, canonical
+from trainfer.check.probe.leaves import KeyValueCache, argument_leaves, tensor_leaves
+from trainfer.check.probe.names import named_modules
+
+TOKENS = 11
+"""Of the short run: a prime that no width is likely to be."""
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """One tensor among a module's arguments or results."""
+
+    name: str
+    """As the probe names it: ``0``, ``hidden_states``, ``position_embeddings.1``."""
+    is_float: bool
+    shape: tuple[int, ...]
+    dims: Dims | None
+    """Dimensions that run over tokens; None where none does."""
+
+    @property
+    def width(self) -> int:
+        """Features of a row."""
+        size = 1
+        for dim, length in enumerate(self.shape):
+            size *= 1 if self.dims is not None and dim in self.dims else length
+        return size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallTemplate:
+    """One module's call."""
+
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    output: object
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    accepts: tuple[str, ...]
+    """Names of the forward's own parameters, in order."""
+
+
+def learn_calls(model: nn.Module, names: NameMap) -> dict[str, CallTemplate]:
+    """Canonical module name -> its call; modules that did not run are missing.
+
+    Raises:
+        Exception: whatever the model raises on a few token ids; the caller reports it.
+    """
+    found: dict[str, CallTemplate] = {}
+    handles = [
+        module.register_forward_hook(_recorder(found, canonical(name, names)), with_kwargs=True)
+        for name, module in named_modules(model).items()
+    ]
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            _run_shortly(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, flag in training.items():
+            module.training = flag
+    return found
+
+
+def _run_shortly(model: nn.Module) -> None:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    ids = torch.arange(1, TOKENS + 1, device=device)[None] % _vocabulary(model)
+    accepted = inspect.signature(model.forward).parameters
+    if "input_ids" not in accepted:
+        model(ids)
+    elif "use_cache" in accepted:
+        model(input_ids=ids, use_cache=False)
+    else:
+        model(input_ids=ids)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return max(sizes, default=TOKENS + 1)
+
+
+def _recorder(found: dict[str, CallTemplate], name: str) -> Callable[..., None]:
+    def record(
+        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
+    ) -> None:
+        if name in found:
+            return
+        found[name] = CallTemplate(
+            args=args,
+            kwargs={key: value for key, value in kwargs.items() if not isinstance(value, KeyValueCache)},
+            output=output,
+            inputs=_leaves(list(argument_leaves(args, kwargs, []))),
+            outputs=_leaves(list(tensor_leaves(output, "0", []))),
+            accepts=tuple(inspect.signature(module.forward).parameters),
+        )
+
+    return record
+
+
+def _leaves(named: Sequence[tuple[str, Tensor]]) -> tuple[Leaf, ...]:
+    return tuple(
+        Leaf(
+            name=name,
+            is_float=tensor.is_floating_point(),
+            shape=tuple(tensor.shape),
+            dims=token_dims(tensor.shape),
+        )
+        for name, tensor in named
+    )
+
+
+def token_dims(shape: Sequence[int]) -> Dims | None:
+    """Dimensions of a tensor of the short run that run over its tokens. Example: ``[1, 4, 11, 8]`` gives (0, 2)."""
+    if len(shape) > 1 and shape[0] == 1 and shape[1] == TOKENS:
+        return (0, 1)
+    if len(shape) == 4 and shape[0] == 1 and shape[2] == TOKENS:
+        return (0, 2)
+    if shape and shape[0] == TOKENS:
+        return (0,)
+    return None
+
+
+def place_rows(rows: Tensor, leaf: Leaf) -> Tensor:
+    """Rows ``[n, width]`` in the shape that a module takes or gives for n tokens."""
+    assert leaf.dims is not None, "only tensors with rows are filled"
+    rest = [size for dim, size in enumerate(leaf.shape) if dim not in leaf.dims]
+    shaped = rows.reshape(len(rows), *rest)
+    if leaf.dims == (0, 2):
+        return shaped.transpose(0, 1)[None]
+    return shaped[None] if leaf.dims == (0, 1) else shaped
+
+
+def filled(value: object, tensors: Mapping[str, Tensor | None], name: str, depth: int = 0) -> object:
+    """A value with the tensors of that name replaced; nesting is named as by the probe."""
+    if isinstance(value, Tensor):
+        return tensors.get(name)
+    if isinstance(value, str | nn.Module) or value is None:
+        return value
+    prefix = f"{name}." if depth else ""
+    if isinstance(value, Mapping):
+        changed = copy.copy(cast("dict[object, object]", value))
+        for key, item in list(changed.items()):
+            changed[key] = filled(item, tensors, f"{prefix}{key}", depth + 1)
+        return changed
+    if isinstance(value, tuple | list):
+        items = [filled(item, tensors, f"{prefix}{place}", depth + 1) for place, item in enumerate(value)]
+        make = getattr(type(value), "_make", type(value))
+        return make(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {
+            field.name: filled(getattr(value, field.name), tensors, f"{prefix}{field.name}", depth + 1)
+            for field in dataclasses.fields(value)
+        }
+        return dataclasses.replace(value, **changes)
+    return value

@@ -1,0 +1,415 @@
+"""Runs every module again in float64, on each side's own captured inputs.
+
+Takes two sides put together and the model; gives for each module what either side introduced, what it inherited, and
+the noise floor that the introduced error is held against. One module at a time: memory is bounded by its float64
+copy and a few thousand rows. What could not be replayed is named with the reason.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainfer.check.align.names import canonical, parent_of
+from trainfer.check.align.points import Point
+from trainfer.check.compare.joined import JoinedSides, join_sides
+from trainfer.check.compare.records import Comparison, JoinedRows
+from trainfer.check.compare.source import ReadableSide
+from trainfer.check.dump.reader import DamagedRecordError
+from trainfer.check.probe.names import named_modules
+from trainfer.check.replay.calls import learn_calls
+from trainfer.check.replay.execute import OUTPUT, Manner, Prepared, Reference, SideExecutor, part_names
+from trainfer.check.replay.floors import UNIT, measure, sample_of
+from trainfer.check.replay.inputs import LABELS, Captured, place
+from trainfer.check.replay.modules import contraction_of, operator_of
+from trainfer.check.replay.records import ModuleReplay, NoiseFloor, Replay
+from trainfer.check.replay.reference import SideWeights
+from trainfer.check.replay.rows import Addresses, MissingRowsError, SideRows
+
+CHUNK_BYTES = 64 * 2**20
+MAX_CHUNK = 512
+MAX_WEIGHT_BYTES = 8 * 2**30
+"""Of one module's own parameters in float64."""
+
+
+def replay(
+    rollout: ReadableSide,
+    train: ReadableSide,
+    comparison: Comparison | None,
+    model: nn.Module,
+    *,
+    joined: JoinedSides | None = None,
+) -> Replay:
+    """Replay all modules that both sides captured.
+
+    Args:
+        rollout: The side that generated.
+        train: The other one.
+        comparison: What the stages found of the two, where that is known; the replay itself starts from the records.
+        model: The model whose weights both sides are to have; it is neither changed nor copied as a whole.
+        joined: The two sides put together, where that was done before.
+    """
+    both = joined or join_sides(rollout, train)
+    del comparison
+    try:
+        reference = read_model(model, both)
+    except Exception as error:  # noqa: BLE001
+        reason = f"the model could not be run on a few token ids: {_line(error)}"
+        return Replay(modules=(), not_replayed={"": reason})
+    return _Replayer(both, reference, model).all()
+
+
+def read_model(model: nn.Module, joined: JoinedSides) -> Reference:
+    """Modules by canonical name, and how the model calls them.
+
+    Raises:
+        Exception: whatever the model raises when it runs.
+    """
+    modules = {canonical(name, joined.names): module for name, module in named_modules(model).items()}
+    names_of = {id(module): name for name, module in modules.items()}
+    parts = {
+        name: tuple(names_of[id(child)] for child in module.children()) for name, module in modules.items()
+    }
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return Reference(
+        modules=modules,
+        calls=learn_calls(model, joined.names),
+        operators={name: operator_of(module, name) for name, module in modules.items()},
+        parts=parts,
+        device=device,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """One place of one module, on the joined rows: vectors in float64, ``[n, width]``."""
+
+    outputs: tuple[Tensor, Tensor]
+    """What the rollout and training captured."""
+    exact: tuple[Tensor, Tensor]
+    """The replay of either side's own input."""
+
+    def introduced(self, side: int) -> Tensor:
+        """Y − f̂(x) of one side."""
+        return self.outputs[side] - self.exact[side]
+
+    @property
+    def inherited(self) -> Tensor:
+        """f̂(x(train)) − f̂(x(rollout))."""
+        return self.exact[1] - self.exact[0]
+
+    @property
+    def difference(self) -> Tensor:
+        """y(train) − y(rollout)."""
+        return self.outputs[1] - self.outputs[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    """One place, all rows: relative norms, and either side's raw floor."""
+
+    place: str
+    rows: JoinedRows
+    arrays: tuple[NDArray[np.float64], ...]
+    """Introduced (rollout), introduced (train), inherited, difference."""
+    floors: tuple[NoiseFloor, NoiseFloor]
+
+
+class _Replayer:
+    def __init__(self, joined: JoinedSides, reference: Reference, model: nn.Module) -> None:
+        self.joined, self.reference = joined, reference
+        kinds = {name: _bare_kind(module) for name, module in reference.modules.items()}
+        tensors = {
+            f"{name}.{local}" if name else local: tensor.detach()
+            for name, module in reference.modules.items()
+            for local, tensor in module._parameters.items()
+            if tensor is not None
+        }
+        del model
+        self.executors = tuple(
+            SideExecutor(
+                reference,
+                Captured(joined, side, kinds),
+                SideRows(joined.sides[side], joined.raw[side], joined.tokens.sequences[side]),
+                SideWeights(joined.sides[side], LABELS[side], joined.names, tensors),
+            )
+            for side in range(2)
+        )
+
+    def all(self) -> Replay:
+        """Module by module, in execution order."""
+        found: list[tuple[str, list[_Measured], bool]] = []
+        reasons: dict[str, str] = {}
+        for name in self._order():
+            try:
+                found.append((name, list(self._module(name)), False))
+            except (MissingRowsError, DamagedRecordError) as error:
+                reasons[name] = str(error)
+            except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+                reasons[name] = f"it could not be run on captured rows: {_line(error)}"
+        replayed = {name for name, _, _ in found}
+        widest = _widest([item for _, places, _ in found for item in places])
+        modules = tuple(
+            self._record(name, places, number, replayed, widest)
+            for number, (name, places, _) in enumerate(found)
+            if places
+        )
+        return Replay(modules=modules, not_replayed=reasons)
+
+    def _order(self) -> list[str]:
+        """Modules with a captured result, by the time of their result on the train side."""
+        when: dict[str, int] = {}
+        for points in reversed(self.joined.points):
+            for point, number in points.order.items():
+                is_result = point.direction == "output" and point.phase == "forward" and not point.function
+                if is_result and point.module in self.reference.modules:
+                    when.setdefault(point.module, number)
+        pairs = {pair.point.module: pair.order for pair in self.joined.join.pairs}
+        when = {
+            **{m: n for m, n in pairs.items() if m in self.reference.modules and m not in when},
+            **when,
+        }
+        return sorted(when, key=lambda name: (when[name], name))
+
+    def _module(self, name: str) -> Iterator[_Measured]:
+        prepared = tuple(executor.prepare(name) for executor in self.executors)
+        self._check_size(prepared)
+        point = self._point(name)
+        rows, addresses = self._joined_rows(point, prepared)
+        blocks = list(self._terms(name, prepared, addresses, point))
+        floors = [self._floors(name, prepared[side], addresses[side], side) for side in range(2)]
+        for key in blocks[0][1]:
+            if all(key in terms for _, terms in blocks):
+                pair = [self._floor(name, key, side, floors[side][key], addresses[side]) for side in range(2)]
+                arrays = _in_order(len(rows), [(places, terms[key]) for places, terms in blocks])
+                yield _Measured(place=key, rows=rows, arrays=arrays, floors=(pair[0], pair[1]))
+
+    def _check_size(self, prepared: Sequence[Prepared]) -> None:
+        for one in prepared:
+            count = sum(
+                self.reference.modules[parent_of(full)]._parameters[full.rpartition(".")[2]].numel()  # type: ignore[union-attr]
+                for full in one.tensors
+            )
+            if 8 * count > MAX_WEIGHT_BYTES:
+                raise MissingRowsError(f"too large: {count} parameters in float64 at once")
+
+    def _point(self, name: str) -> Point:
+        """The module's result."""
+        for leaf, part in part_names(self.reference.calls[name].outputs, "output"):
+            if leaf.is_float:
+                return place(name, "output", part)
+        raise MissingRowsError("it gives no float tensor")
+
+    def _joined_rows(
+        self, point: Point, prepared: Sequence[Prepared]
+    ) -> tuple[JoinedRows, tuple[Addresses, Addresses]]:
+        """Rows that both sides captured and whose weights are proven."""
+        sources = tuple(executor.captured.sources(point) for executor in self.executors)
+        for label, mine in zip(LABELS, sources, strict=True):
+            if not mine:
+                raise MissingRowsError(f"its result was not captured in the {label} side")
+        tables = [self.joined.plans.tables(label, mine) for label, mine in zip(LABELS, sources, strict=True)]
+        if tables[0] is None or tables[1] is None:
+            raise MissingRowsError("its rows are not known")
+        plan = self.joined.plans.between(tables[0], tables[1])
+        if not plan.blocks:
+            raise MissingRowsError("no row of it has the same weights version and token prefix on both sides")
+        for executor, mine, one in zip(self.executors, sources, prepared, strict=True):
+            versions = {
+                self.joined.raw[executor.captured.side].versions[source.rank, source.table] for source in mine
+            }
+            for version in versions:
+                for tensor in one.tensors:
+                    executor.weights.require(tensor, version)
+        first, second = self.executors
+        rollout = [first.rows.addresses(tables[0][b.rollout], b.rollout_slots) for b in plan.blocks]
+        train = [second.rows.addresses(tables[1][b.train], b.train_slots) for b in plan.blocks]
+        return plan.rows, (_together(rollout), _together(train))
+
+    def _terms(
+        self,
+        name: str,
+        prepared: Sequence[Prepared],
+        addresses: tuple[Addresses, Addresses],
+        point: Point,
+    ) -> Iterator[tuple[NDArray[np.int64], dict[str, tuple[NDArray[np.float64], ...]]]]:
+        for places in self._chunks(name, prepared, addresses):
+            parts = tuple(item.take(places) for item in addresses)
+            exact = [
+                executor.run(name, one, rows, Manner())
+                for executor, one, rows in zip(self.executors, prepared, parts, strict=True)
+            ]
+            found: dict[str, tuple[NDArray[np.float64], ...]] = {}
+            for key in exact[0]:
+                terms = self.terms(key, exact, parts, point) if key in exact[1] else None
+                if terms is not None:
+                    found[key] = _norms(terms)
+            if not found:
+                raise MissingRowsError("nothing that it computes was captured on both sides")
+            yield places, found
+
+    def _chunks(
+        self, name: str, prepared: Sequence[Prepared], addresses: tuple[Addresses, Addresses]
+    ) -> Iterator[NDArray[np.int64]]:
+        """Rows that are handled at once; whole sequences stay together."""
+        leaves = (*self.reference.calls[name].inputs, *self.reference.calls[name].outputs)
+        width = max((leaf.width for leaf in leaves), default=1)
+        step = int(max(1, min(MAX_CHUNK, CHUNK_BYTES // (8 * width))))
+        count = len(addresses[0])
+        if not any(one.whole_sequences for one in prepared):
+            yield from (np.arange(start, min(start + step, count)) for start in range(0, count, step))
+            return
+        names = addresses[1].ranks << 40 | addresses[1].sequences
+        order = np.argsort(names, kind="stable")
+        waiting: list[NDArray[np.int64]] = []
+        for part in np.split(order, np.flatnonzero(np.diff(names[order])) + 1):
+            if waiting and sum(map(len, waiting)) + len(part) > step:
+                yield np.concatenate(waiting)
+                waiting = []
+            waiting.append(part)
+        yield np.concatenate(waiting)
+
+    def terms(
+        self, key: str, exact: Sequence[Mapping[str, Tensor]], parts: Sequence[Addresses], point: Point
+    ) -> Terms | None:
+        """Captured values of one place beside its replay; None where a side did not capture it."""
+        outputs: list[Tensor] = []
+        for executor, rows in zip(self.executors, parts, strict=True):
+            where = point if key == OUTPUT else self._input_of(key)
+            sources = executor.captured.by_call(where)
+            if not sources:
+                return None
+            values = executor.rows.fetch(sources, rows, f"{where.module}'s {where.direction}").double()
+            outputs.append(values.to(self.reference.device))
+        if any(a.shape != b[key].shape for a, b in zip(outputs, exact, strict=True)):
+            return None
+        return Terms(outputs=(outputs[0], outputs[1]), exact=(exact[0][key].double(), exact[1][key].double()))
+
+    def _input_of(self, part: str) -> Point:
+        leaves = part_names(self.reference.calls[part].inputs, "input")
+        floats = [name for leaf, name in leaves if leaf.is_float]
+        return place(part, "input", floats[0] if floats else "index")
+
+    def _floors(
+        self, name: str, prepared: Prepared, addresses: Addresses, side: int
+    ) -> dict[str, tuple[float, tuple[str, ...]]]:
+        executor = self.executors[side]
+        sample = sample_of(addresses, whole_sequences=prepared.whole_sequences)
+        return measure(executor, name, prepared, sample, Manner(wide=False, autocast=self._autocast(side)))
+
+    def _autocast(self, side: int) -> torch.dtype | None:
+        names = {
+            call.autocast
+            for rank in self.joined.sides[side].ranks
+            for call in self.joined.sides[side].calls(rank).values()
+        }
+        name = next(iter(names - {None}), None) if len(names) == 1 else None
+        return None if name is None else getattr(torch, name.removeprefix("torch."), None)
+
+    def _floor(
+        self, name: str, key: str, side: int, measured: tuple[float, tuple[str, ...]], rows: Addresses
+    ) -> NoiseFloor:
+        where = self._point(name) if key == OUTPUT else self._input_of(key)
+        record = self.executors[side].captured.sources(where)[0].first
+        template, operator = self.reference.calls[name], self.reference.operators[name]
+        leaves = template.outputs if key == OUTPUT else self.reference.calls[key].inputs
+        width = next((leaf.width for leaf in leaves if leaf.is_float), 1)
+        width_in = next((leaf.width for leaf in template.inputs if leaf.is_float), 1)
+        module = self.reference.modules[name]
+        attends = operator == "attention"
+        return NoiseFloor(
+            operator=operator,
+            dtype=record.dtype,
+            width=width,
+            contraction=contraction_of(module, operator, width_in),
+            sequence=int(rows.positions.max(initial=0)) + 1 if attends else 1,
+            value=max(measured[0], UNIT.get(record.dtype, 0.0)),
+            variants=tuple(label for label in dict.fromkeys(measured[1]) if label),
+        )
+
+    def _record(
+        self,
+        name: str,
+        places: Sequence[_Measured],
+        order: int,
+        replayed: set[str],
+        widest: Mapping[tuple[object, ...], float],
+    ) -> ModuleReplay:
+        """The place of a module that is furthest above its floor stands for it."""
+        made: list[ModuleReplay] = []
+        for item in places:
+            floors = tuple(replace(f, value=widest[_key(item.place, f)]) for f in item.floors)
+            made.append(
+                ModuleReplay(
+                    module=name,
+                    operator=self.reference.operators[name],
+                    order=order,
+                    rows=item.rows,
+                    introduced_rollout=item.arrays[0],
+                    introduced_train=item.arrays[1],
+                    inherited=item.arrays[2],
+                    difference=item.arrays[3],
+                    floors=(floors[0], floors[1]),
+                    leaf=not any(
+                        other.startswith(f"{name}." if name else "") and other != name for other in replayed
+                    ),
+                    place=OUTPUT if item.place == OUTPUT else f"input of {item.place}",
+                )
+            )
+        return max(made, key=lambda m: (max(m.factors), m.place == OUTPUT))
+
+
+def _bare_kind(module: nn.Module) -> str:
+    kind = type(module)
+    while kind.__module__.startswith("trainfer.exact."):
+        kind = kind.__mro__[1]
+    return kind.__name__
+
+
+def _together(parts: Sequence[Addresses]) -> Addresses:
+    return Addresses(
+        ranks=np.concatenate([part.ranks for part in parts]),
+        calls=np.concatenate([part.calls for part in parts]),
+        sequences=np.concatenate([part.sequences for part in parts]),
+        positions=np.concatenate([part.positions for part in parts]),
+    )
+
+
+def _in_order(
+    count: int, blocks: Sequence[tuple[NDArray[np.int64], tuple[NDArray[np.float64], ...]]]
+) -> tuple[NDArray[np.float64], ...]:
+    """Arrays over all joined rows from those of some of them."""
+    arrays = tuple(np.zeros(count) for _ in range(4))
+    for places, parts in blocks:
+        for array, part in zip(arrays, parts, strict=True):
+            array[places] = part
+    return arrays
+
+
+def _norms(terms: Terms) -> tuple[NDArray[np.float64], ...]:
+    scale = terms.exact[0].norm(dim=1).clamp(min=1e-300)
+    vectors = (terms.introduced(0), terms.introduced(1), terms.inherited, terms.difference)
+    return tuple((vector.norm(dim=1) / scale).nan_to_num(nan=np.inf).cpu().numpy() for vector in vectors)
+
+
+def _key(where: str, floor: NoiseFloor) -> tuple[object, ...]:
+    leaf = where.rpartition(".")[2]
+    return (leaf, floor.operator, floor.dtype, floor.width, floor.contraction, floor.sequence)
+
+
+def _widest(items: Sequence[_Measured]) -> dict[tuple[object, ...], float]:
+    """One floor per operator, dtype, width, contraction and sequence: the largest that was measured."""
+    found: dict[tuple[object, ...], float] = {}
+    for item in items:
+        for floor in item.floors:
+            key = _key(item.place, floor)
+            found[key] = max(found.get(key, 0.0), floor.value)
+    return found
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
