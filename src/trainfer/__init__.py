@@ -11,13 +11,17 @@ This file imports nothing but what it takes to find a public name when it is ask
 import importlib
 
 _PUBLIC = {
+    "PrecisionDebugger": "trainfer.integrations.msprobe.debugger",
     "Rows": "trainfer.check.probe.given",
     "capture": "trainfer.check.probe.capture",
     "compare": "trainfer.integrations.dumps",
+    "module_dump": "trainfer.integrations.msprobe.debugger",
+    "module_dump_end": "trainfer.integrations.msprobe.debugger",
+    "seed_all": "trainfer.integrations.msprobe.seeds",
 }
 """Public name and the module that defines it; loaded at first use."""
 
-__all__ = ["Rows", "capture", "compare"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["PrecisionDebugger", "Rows", "capture", "compare", "module_dump", "module_dump_end", "seed_all"]  # fmt: skip  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:
