@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-import trainfer
+from trainfer.check.probe.capture import capture
+from trainfer.check.probe.given import Rows
 from trainfer.faults.answer import read_answer
 from trainfer.faults.engine import FusedEngine
 from trainfer.faults.fault import Control
-from trainfer.faults.models import END, make_model
+from trainfer.faults.models import END, make_model, module_of
 from trainfer.faults.pair import Pair, make_pair
 from trainfer.faults.plants.weights import update
 from trainfer.faults.records import Answer, Case
@@ -59,10 +60,10 @@ def _fused(seed: int, folder: str, *, grouped: bool, dummies: int = 0) -> Answer
     model = make_model("qwen2", seed=seed, dtype=dtype)
     engine, sequences = FusedEngine(model, grouped=grouped), _sequences(seed)
     flat = [token for sequence in sequences for token in sequence]
-    rows = trainfer.Rows(token_ids=flat + [0] * dummies, sequence_lengths=[len(s) for s in sequences])
+    rows = Rows(token_ids=flat + [0] * dummies, sequence_lengths=[len(s) for s in sequences])
     with (
         torch.no_grad(),
-        trainfer.capture(
+        capture(
             engine, Path(folder) / "rollout", side="rollout", pass_name="prefill", rows=rows, weights="full"
         ),
     ):
@@ -70,9 +71,7 @@ def _fused(seed: int, folder: str, *, grouped: bool, dummies: int = 0) -> Answer
     pair = make_pair(_case(seed, architectures=("qwen2",), dtype=dtype), layout=_LAYOUTS[seed % 3])
     with (
         torch.no_grad(),
-        trainfer.capture(
-            model, Path(folder) / "train", side="train", pass_name="old_log_prob", weights="full"
-        ),
+        capture(model, Path(folder) / "train", side="train", pass_name="old_log_prob", weights="full"),
     ):
         train_forward(model, tuple(map(tuple, sequences)), pair)
     return read_answer(compare(Path(folder) / "rollout", Path(folder) / "train", model=model))
@@ -186,7 +185,7 @@ def terminal_padding(seed: int, folder: str) -> Answer:
         pair.rollout.new = 16
         for model in (pair.clean, pair.rollout_model, pair.train_model):
             with torch.no_grad():
-                model.get_submodule("lm_head").weight[END] += 0.3
+                module_of(model, "lm_head").weight[END] += 0.3
 
     return _run(_pair(seed, change, architectures=("qwen2", "qwen3", "llama")), folder)
 

@@ -55,6 +55,8 @@ class GateAndUp(nn.Module):
 class EngineRotary(nn.Module):
     """Turns queries and keys itself."""
 
+    inv_freq: Tensor
+
     def __init__(self, inv_freq: Tensor, head_size: int) -> None:
         super().__init__()
         self.register_buffer("inv_freq", inv_freq.detach().clone(), persistent=False)
@@ -166,7 +168,9 @@ class EngineLayer(nn.Module):
         self.post_attention_layernorm = EngineNorm(source.post_attention_layernorm.weight, eps)
         self.mlp = EngineMLP(source.mlp)
 
-    def forward(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, positions: Tensor, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """One block."""
         if residual is None:
             residual, hidden = hidden, self.input_layernorm(hidden)

@@ -4,6 +4,7 @@ Takes an architecture's name, a seed and a dtype; gives a model in eval mode wit
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,6 +80,11 @@ def make_model(architecture: str, *, seed: int, dtype: str = "float32") -> PreTr
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(DTYPES[dtype])
     return model
+
+
+def module_of(model: nn.Module, name: str) -> Any:
+    """A module by its dotted name; its attributes are its class's business."""
+    return model.get_submodule(name)
 
 
 def decoder(model: nn.Module) -> nn.Module:

@@ -8,9 +8,10 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from trainfer.faults.models import make_model
@@ -108,7 +109,7 @@ class Pair:
         """The model on the side where the fault goes."""
         return self.model_of(self.case.side)
 
-    def find(self, name: str) -> nn.Module:
+    def find(self, name: str) -> Any:
         """A module of the faulty side."""
         return self.faulty.get_submodule(name)
 

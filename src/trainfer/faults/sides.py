@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-import trainfer
-from trainfer.check.probe.capture import Capture
+from trainfer.check.probe.capture import Capture, capture
+from trainfer.check.probe.given import Rows
 from trainfer.faults.models import END, PAD, VOCABULARY
 from trainfer.faults.pair import Pair, Read
 from trainfer.faults.records import Batch
@@ -53,7 +53,7 @@ def run_pair(pair: Pair, folder: Path | None = None) -> list[tuple[Recorded, Rec
 def _captures(pair: Pair, folder: Path, stack: ExitStack) -> dict[str, Capture | None]:
     return {
         side: stack.enter_context(
-            trainfer.capture(
+            capture(
                 pair.model_of(side),
                 folder / side,
                 side=side,
@@ -151,9 +151,9 @@ def _call(
     return out.logits[:, -1].float()
 
 
-def _named_rows(ids: Tensor, start: int, stop: int, prefix: int) -> "trainfer.Rows":
+def _named_rows(ids: Tensor, start: int, stop: int, prefix: int) -> Rows:
     entries = range(len(ids))
-    return trainfer.Rows(
+    return Rows(
         token_ids=ids[:, start:stop].flatten().tolist(),
         requests=[entry for entry in entries for _ in range(start, stop)],
         positions=[place for _ in entries for place in range(start, stop)],

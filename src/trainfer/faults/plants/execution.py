@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfer.faults.fault import Fault
-from trainfer.faults.models import attention_name, layer_name
+from trainfer.faults.models import attention_name, layer_name, module_of
 from trainfer.faults.pair import Pair
 from trainfer.faults.plants.modules import replace_forward
 from trainfer.faults.plants.weights import update
@@ -80,7 +80,7 @@ def plant_dropout(pair: Pair) -> Sequence[Expected]:
     model = pair.train_model
     model.train()
     for layer in range(2):
-        model.get_submodule(attention_name(model, layer)).attention_dropout = pair.size
+        module_of(model, attention_name(model, layer)).attention_dropout = pair.size
     return [Expected(cause="mode.dropout", modules=(attention_name(model, 0),))]
 
 

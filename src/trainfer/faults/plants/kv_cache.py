@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Rounded:
                 keys, values = self.round(keys), self.round(values)
             return write(keys, values, layer, *args, **kwargs)
 
-        cache.update = rounded
+        cache.__dict__["update"] = rounded
         return cache
 
     def round(self, x: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ def plant_seam(pair: Pair) -> Sequence[Expected]:
     pair.rollout.chunk = 5
     lost: list[int] = []
 
-    def forget(cache: Cache, slots: int) -> None:
+    def forget(cache: Any, slots: int) -> None:
         if not lost or lost[0] == slots:
             lost[:] = [slots]
             for layer in range(LAYERS):
@@ -111,7 +112,7 @@ def plant_shifted_block(pair: Pair) -> Sequence[Expected]:
     layer = pair.case.layer
     done: list[int] = []
 
-    def shift(cache: Cache, slots: int) -> None:
+    def shift(cache: Any, slots: int) -> None:
         if not done:
             done.append(slots)
             for tensor in (cache.layers[layer].keys, cache.layers[layer].values):

@@ -3,10 +3,10 @@
 import copy
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from trainfer.faults.fault import Fault
+from trainfer.faults.models import make_model
 from trainfer.faults.pair import Pair
 from trainfer.faults.plants.weights import update
 from trainfer.faults.records import Batch, Expected
@@ -81,7 +81,7 @@ def plant_softmax_in_bf16(pair: Pair) -> Sequence[Expected]:
 
 def plant_autocast_path(pair: Pair) -> Sequence[Expected]:
     """One side's log-probs come from a second forward of the same weights in bfloat16, not from the forward that is seen."""
-    pair.path[pair.case.side] = copy.deepcopy(pair.clean).to(torch.bfloat16)
+    pair.path[pair.case.side] = make_model(pair.case.architecture, seed=pair.seed, dtype="bfloat16")
     return [Expected(cause="logprob.path", tokens=_responses)]
 
 

@@ -1,9 +1,10 @@
 """norm.*: eps, the order of casts, the variance's precision."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainfer.faults.fault import Fault
 from trainfer.faults.models import layer_name
@@ -41,7 +42,7 @@ def plant_eps_outside(pair: Pair) -> Sequence[Expected]:
     """One norm adds eps to the root instead of to the variance."""
     name = _one_norm(pair)
 
-    def forward(module: nn.Module, hidden: Tensor) -> Tensor:
+    def forward(module: Any, hidden: Tensor) -> Tensor:
         x = hidden.float()
         x = x / (x.pow(2).mean(-1, keepdim=True).sqrt() + pair.size)
         return module.weight * x.to(hidden.dtype)
@@ -50,7 +51,7 @@ def plant_eps_outside(pair: Pair) -> Sequence[Expected]:
     return [Expected(cause="norm.eps", modules=(name,))]
 
 
-def _multiplied_first(module: nn.Module, hidden: Tensor) -> Tensor:
+def _multiplied_first(module: Any, hidden: Tensor) -> Tensor:
     x = hidden.float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + getattr(module, rms_eps(module)))
     return (module.weight.float() * x).to(hidden.dtype)
@@ -67,7 +68,7 @@ def plant_variance_in_bf16(pair: Pair) -> Sequence[Expected]:
     """One norm squares and averages in bfloat16."""
     name = _one_norm(pair)
 
-    def forward(module: nn.Module, hidden: Tensor) -> Tensor:
+    def forward(module: Any, hidden: Tensor) -> Tensor:
         variance = hidden.bfloat16().pow(2).mean(-1, keepdim=True).float()
         x = hidden.float() * torch.rsqrt(variance + getattr(module, rms_eps(module)))
         return module.weight * x.to(hidden.dtype)

@@ -1,9 +1,10 @@
 """rope.*: scaling, dtype, positions."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainfer.faults.fault import Fault
 from trainfer.faults.models import decoder
@@ -19,7 +20,7 @@ def _from_one(batch: Batch) -> set[Token]:
     return batch.rows(start=1)
 
 
-def _rotary(pair: Pair) -> nn.Module:
+def _rotary(pair: Pair) -> Any:
     return decoder(pair.faulty).get_submodule("rotary_emb")
 
 
@@ -53,7 +54,7 @@ def plant_scaled_positions(pair: Pair) -> Sequence[Expected]:
     module = _rotary(pair)
     own = type(module).forward
 
-    def forward(rotary: nn.Module, x: Tensor, position_ids: Tensor) -> object:
+    def forward(rotary: Any, x: Tensor, position_ids: Tensor) -> object:
         return own(rotary, x, position_ids=position_ids / (1 + pair.size))
 
     replace_forward(module, forward)
@@ -65,7 +66,7 @@ def plant_table_in_bf16(pair: Pair) -> Sequence[Expected]:
     module = _rotary(pair)
     own = type(module).forward
 
-    def forward(rotary: nn.Module, x: Tensor, position_ids: Tensor) -> object:
+    def forward(rotary: Any, x: Tensor, position_ids: Tensor) -> object:
         cos, sin = own(rotary, x, position_ids=position_ids)
         return in_bf16(cos), in_bf16(sin)
 
@@ -77,7 +78,7 @@ def plant_angles_in_bf16(pair: Pair) -> Sequence[Expected]:
     """Positions times frequencies are multiplied in bfloat16, as where a cast reaches the table's inputs."""
     module = _rotary(pair)
 
-    def forward(rotary: nn.Module, x: Tensor, position_ids: Tensor) -> object:
+    def forward(rotary: Any, x: Tensor, position_ids: Tensor) -> object:
         angles = position_ids[..., None].bfloat16() * rotary.inv_freq.bfloat16()
         both = torch.cat([angles, angles], -1).float()
         return both.cos().to(x.dtype), both.sin().to(x.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainfer.faults.fault import Fault
-from trainfer.faults.models import attention_name, layer_name
+from trainfer.faults.models import attention_name, layer_name, module_of
 from trainfer.faults.pair import Pair
 from trainfer.faults.plants.modules import replace_forward
 from trainfer.faults.records import Expected
@@ -76,13 +76,13 @@ def plant_skipped(pair: Pair) -> Sequence[Expected]:
 def plant_bias_missing(pair: Pair) -> Sequence[Expected]:
     """The rollout's model has no bias where the trainer's has one."""
     name = f"{attention_name(pair.rollout_model, pair.case.layer)}.{('q_proj', 'k_proj', 'v_proj')[pair.seed % 3]}"
-    pair.rollout_model.get_submodule(name).register_parameter("bias", None)
+    module_of(pair.rollout_model, name).register_parameter("bias", None)
     return [Expected(cause="weights.missing", modules=(name,))]
 
 
 def plant_untied(pair: Pair) -> Sequence[Expected]:
     """The rollout unties the head; syncs reach the embedding alone."""
-    head = pair.rollout_model.get_submodule("lm_head")
+    head = module_of(pair.rollout_model, "lm_head")
     head.weight = nn.Parameter(head.weight.detach().clone())
     _steps(pair, 2, 1e-2, lambda _, name: name == "lm_head.weight")
     return [Expected(cause="weights.tied_head", modules=("lm_head",), first_step=1)]
@@ -100,7 +100,7 @@ def plant_fused_stale(pair: Pair) -> Sequence[Expected]:
 def plant_cached_copy(pair: Pair) -> Sequence[Expected]:
     """A layer computes with a copy of its weight that it made before the update; the parameter itself is new."""
     name = f"{layer_name(pair.rollout_model, pair.case.layer)}.mlp.{('gate_proj', 'up_proj', 'down_proj')[pair.seed % 3]}"
-    linear = pair.rollout_model.get_submodule(name)
+    linear = module_of(pair.rollout_model, name)
     held: list[Tensor] = [linear.weight.detach().clone()]
 
     def forward(module: Any, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def plant_cached_copy(pair: Pair) -> Sequence[Expected]:
 
 def plant_buffer_lost(pair: Pair) -> Sequence[Expected]:
     """After a sleep the rotary frequencies are what was left in memory: zeros, or a neighbour's numbers."""
-    rotary = pair.faulty.get_submodule("model.rotary_emb")
+    rotary = pair.find("model.rotary_emb")
     junk = torch.zeros_like(rotary.inv_freq)
     if pair.seed % 2:
         junk = torch.rand(junk.shape, generator=pair.random())
@@ -162,8 +162,8 @@ def adapt(pair: Pair, names: Sequence[str], factor: float, *, bf16: bool = False
         assert isinstance(base, nn.Linear)
         adapted = Adapted(base, draw)
         setattr(pair.train_model.get_submodule(parent), own, adapted)
-        target = pair.rollout_model.get_submodule(name)
-        reference = pair.clean.get_submodule(name)
+        target = module_of(pair.rollout_model, name)
+        reference = module_of(pair.clean, name)
         with torch.no_grad():
             target.weight += factor * adapted.delta()
             reference.weight += adapted.delta()
