@@ -78,7 +78,7 @@ def _window(site: Site, facts: AttentionFacts, bad: Sequence[np.ndarray]) -> Ite
             continue
         text = f"rows below position {size} are exact: this side sees the last {size} positions only"
         text += "" if own is None else f", the reference {own}"
-        yield _attempt(facts, "attention.window", Change(window=size), text, window=size, reference=str(own))
+        yield attempt(facts, "attention.window", Change(window=size), text, window=size, reference=str(own))
 
 
 def _mask(facts: AttentionFacts) -> Iterator[Attempt]:
@@ -143,7 +143,7 @@ def _softcap(site: Site, facts: AttentionFacts) -> Iterator[Attempt]:
     for value in _near(fitted):
         text = f"scores are capped at {value:.4g} on this side"
         text += ", in the reference not" if own is None else f", in the reference at {own:g}"
-        yield _attempt(
+        yield attempt(
             facts, "attention.softcap", Change(softcap=value), text, softcap=value, reference=str(own)
         )
 
