@@ -11,7 +11,7 @@ export RAY_AUTH_MODE ?= disabled
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-slow test-vllm check fix bench docs gpu clean
+.PHONY: help setup setup-vllm setup-msprobe demo test test-slow test-vllm test-msprobe check fix bench docs gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,15 @@ $(VLLM_READY): $(READY) constraints-vllm.txt
 	@touch $@
 
 setup-vllm: $(VLLM_READY)  ## add vLLM's CPU build to .venv
+
+.venv-msprobe/bin/msprobe:
+	$(PYTHON) -m venv .venv-msprobe
+	.venv-msprobe/bin/python -m pip install --quiet --disable-pip-version-check mindstudio-probe==26.2.0 torch==2.13.0
+
+setup-msprobe: .venv-msprobe/bin/msprobe  ## msProbe in an environment of its own, for the tests that compare with it
+
+test-msprobe: $(READY) .venv-msprobe/bin/msprobe  ## the tests that need msProbe
+	$(BIN)/python -m pytest -m msprobe
 
 demo: $(READY)  ## train a tiny model by GRPO on this machine, anew in runs/demo, and write its report
 	rm -rf runs/demo
