@@ -19,7 +19,7 @@ help:  ## list the targets
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else "trainfer needs Python 3.11 or 3.12, and $(PYTHON) is %d.%d: choose another one with `make setup PYTHON=python3.12`" % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,tensorboard]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lora,ray,tensorboard]'
 	@touch $@
 
 setup: $(READY)  ## make .venv with trainfer, its development tools and Ray

@@ -33,6 +33,7 @@ SINGLE = {
     "plain": (),
     "many steps": (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.shuffle=true"),
     "kl": (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coeff=0.01"),
+    "lora": (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", "actor_rollout_ref.model.lora_rank=4"),
 }
 CASES = {
     # name: (model, single-process configuration, overrides of several ranks, masked sequences)
@@ -58,6 +59,7 @@ CASES = {
         0,
     ),
     "a rank trains nothing": ("qwen3", "plain", (BATCH,), 4),
+    "lora": ("qwen3", "lora", (), 0),
     "sp": ("qwen3", "plain", (f"{SP}=2",), 0),
     "sp dynamic": ("qwen3", "kl", (f"{SP}=2", f"{TOKENS}=40"), 0),
     "sp, kv head shared": ("one kv head", "plain", (f"{SP}=2",), 0),
@@ -98,12 +100,11 @@ def one_process(models, tmp_path_factory):
 def local_group(setup):
     device, config, plan = torch.device("cpu"), setup.config, setup.plan
     actor = config.actor_rollout_ref.actor
+    trains = build_actor(config, plan, setup.model_folder, device, total_steps=setup.total_steps, meshes=None)
     return LocalGroup(
-        actor=build_actor(
-            config, plan, setup.model_folder, device, total_steps=setup.total_steps, meshes=None
-        ),
+        actor=trains,
         rollout=RolloutWorker(load_engine(config, setup.model_folder, device, torch.float32)),
-        ref=build_ref(config, plan, setup.model_folder, device, meshes=None),
+        ref=build_ref(config, plan, setup.model_folder, device, meshes=None, actor=trains),
         rollout_dtype=torch.float32,
         mini_batch_sequences=plan.mini_batch_sequences,
         epochs=plan.ppo_epochs,
@@ -257,6 +258,12 @@ def weight_difference(ours, theirs):
 def test_a_weight_that_one_ranks_engine_misses_is_named_with_the_rank(torchrun2):
     told, _ = torchrun2
     assert re.search(r"1 of \d+ tensors .*: model\.norm\.weight \(rank 1\)\.", told["forgotten"])
+
+
+def test_ranks_that_train_an_adapter_store_nothing_else(torchrun2):
+    folder = torchrun2[1] / "lora" / "last"
+    assert stored(folder, "model.")
+    assert all(".lora_" in name for prefix in ("model.", "optimizer.") for name in stored(folder, prefix))
 
 
 def test_sharded_checkpoints_are_exported_bit_for_bit(torchrun2, tmp_path):

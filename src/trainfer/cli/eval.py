@@ -72,13 +72,13 @@ def command(config: Path, overrides: tuple[str, ...], *, checkpoint: str | None,
             if source is None
             else as_folder(source, Path(scratch))
         )
-        records = evaluate(inputs, folder)
+        records = evaluate(inputs, folder, adapted=source is None)
     _print(records, weights=BASE if source is None else source.describe(), as_json=as_json)
     return 0
 
 
-def evaluate(inputs: "Inputs", model_folder: Path) -> "tuple[RolloutRecord, ...]":
-    """Sample and score every validation prompt with the model of a folder."""
+def evaluate(inputs: "Inputs", model_folder: Path, *, adapted: bool = True) -> "tuple[RolloutRecord, ...]":
+    """Sample and score every validation prompt with the model of a folder, which may have its adapter merged in already."""
     from trainfer.integrations.transformers.generation import stop_token_ids
     from trainfer.workers.build import DTYPES, build_engine
     from trainfer.workers.rollout import RolloutWorker
@@ -86,7 +86,7 @@ def evaluate(inputs: "Inputs", model_folder: Path) -> "tuple[RolloutRecord, ...]
     from trainfer.workers.validation import validate
 
     dtype = DTYPES[inputs.config.actor_rollout_ref.rollout.dtype]
-    rollout = RolloutWorker(build_engine(inputs, model_folder, dtype))
+    rollout = RolloutWorker(build_engine(inputs, model_folder, dtype, adapted=adapted))
     stops = stop_token_ids(model_folder, inputs.tokenizer)
     try:
         return validate(inputs, rollout, validation_sampling(inputs.config, stop_token_ids=stops))

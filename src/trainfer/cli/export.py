@@ -22,15 +22,27 @@ DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--dtype", type=click.Choice(DTYPES), help="Cast the weights. Default: the stored bits.")
 @click.option("--overwrite", is_flag=True, help="Replace the model in an existing folder OUT.")
-def command(checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bool) -> None:
+@click.option("--adapter", "as_adapter", is_flag=True, help="Write the adapter alone, as PEFT loads it.")
+@click.option(
+    "--base",
+    type=click.Path(path_type=Path),
+    help="Folder of the model that an adapter is merged into. Default: the one that it was trained on.",
+)
+def command(
+    checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bool, as_adapter: bool, base: Path | None
+) -> None:
     """Write CHECKPOINT as a Hugging Face folder OUT.
 
     CHECKPOINT is RUN/checkpoints/global_step_N, or RUN for its newest whole checkpoint; or global_step_N of a run of
-    verl with FSDP workers, whose shards are read without executing the pickles that they are in.
+    verl with FSDP workers, whose shards are read without executing the pickles that they are in. A LoRA adapter is merged
+    into its base model, or written alone with --adapter.
     """
     source = find_checkpoint(checkpoint)
-    size = export_checkpoint(source, out, dtype=dtype, overwrite=overwrite)
+    size = export_checkpoint(source, out, dtype=dtype, overwrite=overwrite, as_adapter=as_adapter, base=base)
     click.echo(f"{source} -> {out}: {size / 1e6:,.1f} MB of weights.")
+    if as_adapter:
+        click.echo(f"Load it: PeftModel.from_pretrained(base_model, {json.dumps(str(out))})")
+        return
     click.echo(f"Load it: AutoModelForCausalLM.from_pretrained({json.dumps(str(out))})")
 
 
@@ -79,7 +91,15 @@ def _newest_of_verl(run: Path) -> Path | None:
     return run / f"global_step_{step}"
 
 
-def export_checkpoint(checkpoint: Path, out: Path, *, dtype: str | None, overwrite: bool) -> int:
+def export_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None,
+    overwrite: bool,
+    as_adapter: bool = False,
+    base: Path | None = None,
+) -> int:
     """Write ``checkpoint`` to ``out``; returns the bytes of its weights.
 
     Raises:
@@ -88,7 +108,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, dtype: str | None, overwri
     _check_out(out, overwrite=overwrite)
     import torch
 
-    from trainfer.train.update.checkpoint_export import write_model_folder
+    from trainfer.train.update.checkpoint_export import write_adapter, write_model_folder
 
     dtypes: dict[str, torch.dtype] = dict(
         zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True)
@@ -99,7 +119,12 @@ def export_checkpoint(checkpoint: Path, out: Path, *, dtype: str | None, overwri
     except OSError as error:
         raise CheckpointError(f"Cannot write beside {out}: {error.strerror}. Name another folder.") from error
     try:
-        size = write_model_folder(checkpoint, temporary, dtype=None if dtype is None else dtypes[dtype])
+        wanted = None if dtype is None else dtypes[dtype]
+        size = (
+            write_adapter(checkpoint, temporary, dtype=wanted)
+            if as_adapter
+            else write_model_folder(checkpoint, temporary, dtype=wanted, base=base)
+        )
         _publish(temporary, out)
     except OSError as error:
         raise CheckpointError(f"Cannot write {out}: {error}. Name another folder.") from error
@@ -121,7 +146,7 @@ def _publish(temporary: Path, out: Path) -> None:
     if not out.exists() or not any(out.iterdir()):
         temporary.rename(out)
         return
-    for stale in [*out.glob("model*.safetensors"), *out.glob("model.safetensors.index.json")]:
+    for stale in [*out.glob("*model*.safetensors"), *out.glob("model.safetensors.index.json")]:
         stale.unlink()
     for path in sorted(temporary.iterdir(), key=lambda path: path.name.startswith("model")):
         path.replace(out / path.name)

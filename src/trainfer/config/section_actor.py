@@ -8,6 +8,7 @@ from trainfer.config.fields import (
     LONG_DTYPES,
     Count,
     CountOrAll,
+    CountOrZero,
     DType,
     NonNegative,
     Positive,
@@ -16,6 +17,7 @@ from trainfer.config.fields import (
     Share,
     ShareBelowAll,
     Text,
+    Texts,
 )
 
 LossAggMode = Literal[
@@ -55,6 +57,39 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     trust_remote_code: Annotated[
         Literal[False], Meta(description="Always false: code from a model folder is never executed.")
     ] = False
+    lora_rank: Annotated[
+        CountOrZero,
+        Meta(
+            description="Rank of a LoRA adapter that is trained instead of the weights (needs trainfer[lora]); the reference "
+            "model is then the base without adapter. 0: all weights are trained."
+        ),
+    ] = 0
+    lora_alpha: Annotated[
+        Positive, Meta(description="The adapter's output is scaled by lora_alpha / lora_rank.")
+    ] = 16
+    target_modules: Annotated[
+        Text | Texts,
+        Meta(
+            description="Linear layers that are adapted: all-linear (all but the head), a list of last parts of their names, "
+            "or one regular expression over whole names."
+        ),
+    ] = "all-linear"
+    exclude_modules: Annotated[
+        Text | Texts | None,
+        Meta(description="Layers left out of target_modules, as a list or a regular expression. null: none."),
+    ] = None
+    lora_adapter_path: Annotated[
+        Text | None,
+        Meta(
+            description="Folder of a PEFT adapter (safetensors) to go on from; it decides rank, alpha and layers. null: a new "
+            "one, which changes nothing before its first update."
+        ),
+    ] = None
+
+    @property
+    def trains_adapter(self) -> bool:
+        """True where an adapter is trained instead of the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
     def __post_init__(self) -> None:
         """Fill in what follows another key."""
@@ -152,6 +187,18 @@ class FsdpConfig(Section, frozen=True, kw_only=True):
         )
 
 
+class CheckpointConfig(Section, frozen=True, kw_only=True):
+    """How the actor's checkpoints are written."""
+
+    async_save: Annotated[
+        bool,
+        Meta(
+            description="Copy the state to host memory and write it while training goes on (verl: Megatron only). At most one "
+            "save is under way; the last one of a run is waited for."
+        ),
+    ] = False
+
+
 class ActorConfig(Section, frozen=True, kw_only=True):
     """The update: batch sizes, loss, optimizer, sharding."""
 
@@ -231,6 +278,7 @@ class ActorConfig(Section, frozen=True, kw_only=True):
     ] = 1
     optim: OptimConfig = OptimConfig()
     fsdp_config: FsdpConfig = FsdpConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     def __post_init__(self) -> None:
         """Fill in what follows another key."""

@@ -34,7 +34,7 @@ ACTOR_AND_REF = (
     ),
     entry(
         f"{_ACTOR}.checkpoint.*",
-        "checkpoints are always complete and written at once; not honoured.",
+        "a checkpoint is always complete; only async_save is honoured.",
         (False,),
     ),
     entry(
@@ -72,10 +72,7 @@ ACTOR_AND_REF = (
 MODEL_KEYS = (
     entry(f"{_MODEL}.trust_remote_code", "code from a model folder is never executed.", refused=(True,)),
     entry(f"{_MODEL}.use_remove_padding", "trainfer never pads; leave it true.", refused=(False,)),
-    entry(f"{_MODEL}.lora_alpha", "LoRA is not honoured yet.", (16,)),
-    entry(f"{_MODEL}.target_modules", "LoRA is not honoured yet.", ("all-linear",)),
-    entry(f"{_MODEL}.lora*", "LoRA is not honoured yet; all weights are trained.", OFF),
-    entry(f"{_MODEL}.exclude_modules", "LoRA is not honoured yet.", OFF),
+    entry(f"{_MODEL}.lora.*", "belongs to Megatron; use lora_rank, lora_alpha and target_modules.", OFF),
     entry(f"{_MODEL}.external_lib", "no module is imported by name from a configuration.", OFF),
     entry(f"{_MODEL}.override_config*", "change the model folder's config.json instead.", OFF),
     entry(f"{_MODEL}.hf_config_path", "config.json is read from the model's folder.", OFF),
@@ -120,7 +117,7 @@ ROLLOUT_KEYS = (
     entry(
         f"{_ROLLOUT}.load_format",
         "weights come from the actor, never from a file or at random.",
-        ("dummy", "auto"),
+        ("dummy", "auto", "safetensors"),
     ),
     entry(f"{_ROLLOUT}.scheduling_policy", "requests are served in order.", ("fcfs",)),
     entry(
@@ -146,7 +143,7 @@ ROLLOUT_KEYS = (
         f"{_ROLLOUT}.disaggregation.*", "prefill and decode run on the same ranks; remove the section.", OFF
     ),
     entry(f"{_ROLLOUT}.cudagraph_capture_sizes", "CUDA graphs of the engine cannot be set.", OFF),
-    entry(f"{_ROLLOUT}.layered_summon", "weights pass straight to the engine.", OFF),
+    entry(f"{_ROLLOUT}.layered_summon", "weights always pass tensor by tensor.", (*OFF, True)),
     entry(f"{_ROLLOUT}.over_sample_rate", "no more sequences are sampled than are trained on.", OFF),
     entry(f"{_ROLLOUT}.multi_stage_wake_up", "the engine is woken in one go.", OFF),
     entry(f"{_ROLLOUT}.enable_rollout_routing_replay", "replaying expert routing is not honoured.", OFF),

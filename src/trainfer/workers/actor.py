@@ -14,8 +14,10 @@ from torch import nn
 
 from trainfer.exact.packed import CausalModel
 from trainfer.exact.ulysses import SequenceShard
+from trainfer.train.update.adapter import AdapterLayout
 from trainfer.train.update.batch import MiniBatch
 from trainfer.train.update.checkpoint import load_training_state, save_training_state
+from trainfer.train.update.checkpoint_adapter import StoredAdapter
 from trainfer.train.update.logprob import ForwardLimit, score_sequences
 from trainfer.train.update.master import TrainableWeights
 from trainfer.train.update.prompts import forward_prompts, prompts_of
@@ -23,6 +25,7 @@ from trainfer.train.update.sharded import move_optimizer_state
 from trainfer.train.update.trainer import Trainer, TrainerSettings, UpdateResult
 from trainfer.types import SampledSequence, SamplingParams, TokenScores
 from trainfer.workers.watching import CaptureOrder, Recorded, StepCapture, prompts_recorded, watched
+from trainfer.workers.weights import base_fingerprints
 
 HOST = torch.device("cpu")
 
@@ -47,6 +50,7 @@ class ActorWorker:
         device: torch.device | str,
         shard: SequenceShard | None = None,
         offload: Offload | None = None,
+        adapter: AdapterLayout | None = None,
     ) -> None:
         """Take over ``weights``.
 
@@ -57,8 +61,10 @@ class ActorWorker:
             device: Where it computes.
             shard: This rank's place among those that share its sequences; None where it has them to itself.
             offload: What waits in host memory between calls. None: nothing.
+            adapter: Where the model's adapter is, if an adapter is what trains; checkpoints then hold that alone.
         """
         self.weights = weights
+        self.adapter = adapter
         self.trainer = Trainer(weights, settings, device=device, shard=shard)
         self._log_prob_limit = log_prob_limit
         self._device = torch.device(device)
@@ -66,6 +72,7 @@ class ActorWorker:
         self._offload = offload or Offload()
         self._order: CaptureOrder | None = None
         self._filtered: dict[tuple[int, ...], Recorded] = {}
+        self._stored: StoredAdapter | None = None
         self._put_away()
 
     @property
@@ -169,17 +176,37 @@ class ActorWorker:
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, random generators and counters below ``folder``."""
-        counters = {"updates": self.trainer.updates, "optimizer_steps": self.trainer.optimizer_steps}
         with self.at_work(optimizer=True):
-            save_training_state(folder, self.weights.master, self.trainer.optimizer, counters)
+            save_training_state(
+                folder,
+                self.weights.master,
+                self.trainer.optimizer,
+                self._counters(),
+                adapter=self._stored_adapter(),
+            )
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote."""
         with self.at_work(optimizer=True):
-            state = load_training_state(folder, self.weights.master, self.trainer.optimizer)
+            state = load_training_state(
+                folder, self.weights.master, self.trainer.optimizer, adapter=self._stored_adapter()
+            )
             self.weights.refresh()
         self.trainer.updates = int(state.counters["updates"])
         self.trainer.optimizer_steps = int(state.counters["optimizer_steps"])
+
+    def _counters(self) -> dict[str, int]:
+        return {"updates": self.trainer.updates, "optimizer_steps": self.trainer.optimizer_steps}
+
+    def _stored_adapter(self) -> StoredAdapter | None:
+        """What a checkpoint says about the adapter; every rank calls it. The base never changes: it is read once."""
+        if self.adapter is None:
+            return None
+        if self._stored is None:
+            self._stored = StoredAdapter.of(
+                self.adapter, base_fingerprints(self.weights.master, self.adapter)
+            )
+        return self._stored
 
     @contextmanager
     def at_work(self, *, optimizer: bool = False) -> Iterator[None]:

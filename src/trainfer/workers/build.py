@@ -15,7 +15,7 @@ from trainfer.engines.scripted.engine import ScriptedAnswer
 from trainfer.errors import ConfigError, WorkerError
 from trainfer.integrations.transformers.generation import end_token_id
 from trainfer.train.rollout.engine import Engine
-from trainfer.workers.build_rank import DTYPES, build_actor, build_ref, load_engine
+from trainfer.workers.build_rank import DTYPES, build_actor, build_ref, gets_merged_weights, load_engine
 from trainfer.workers.group import WorkerGroup
 from trainfer.workers.inputs import Inputs
 from trainfer.workers.launched import launched_by_torchrun
@@ -83,12 +83,13 @@ def build_local_group(inputs: Inputs, model_folder: Path) -> LocalGroup:
     torch.manual_seed(config.trainfer.seed)
     rollout_dtype = DTYPES[sections.rollout.dtype]
     actor = build_actor(config, plan, model_folder, device, total_steps=inputs.total_steps, meshes=None)
-    ref = build_ref(config, plan, model_folder, device, meshes=None)
+    ref = build_ref(config, plan, model_folder, device, meshes=None, actor=actor)
     return LocalGroup(
         actor=actor,
         rollout=RolloutWorker(build_engine(inputs, model_folder, rollout_dtype)),
         ref=ref,
         rollout_dtype=rollout_dtype,
+        sends_merged=gets_merged_weights(config),
         mini_batch_sequences=plan.mini_batch_sequences,
         epochs=plan.ppo_epochs,
         shuffle_seed=sections.actor.data_loader_seed if sections.actor.shuffle else None,
@@ -96,11 +97,11 @@ def build_local_group(inputs: Inputs, model_folder: Path) -> LocalGroup:
     )
 
 
-def build_engine(inputs: Inputs, model_folder: Path, dtype: torch.dtype) -> Engine:
-    """The rollout engine with a model of its own."""
+def build_engine(inputs: Inputs, model_folder: Path, dtype: torch.dtype, *, adapted: bool = True) -> Engine:
+    """The rollout engine with a model of its own; ``adapted`` False where the folder's model has its adapter merged in."""
     if inputs.config.actor_rollout_ref.rollout.name == "scripted":
         return make_engine("scripted", answers=read_script(inputs))
-    return load_engine(inputs.config, model_folder, inputs.device, dtype)
+    return load_engine(inputs.config, model_folder, inputs.device, dtype, adapted=adapted)
 
 
 def read_script(inputs: Inputs) -> list[ScriptedAnswer]:

@@ -21,9 +21,10 @@ from trainfer.train.rollout.engine import Engine
 from trainfer.train.update.master import MasterWeights, TrainableWeights
 from trainfer.train.update.sharded import ShardedWeights, Sharding
 from trainfer.workers.actor import ActorWorker, Offload
+from trainfer.workers.adapter import adapt, without_adapter
 from trainfer.workers.exactness import settle_exactness
 from trainfer.workers.mesh import Meshes
-from trainfer.workers.ref import RefWorker
+from trainfer.workers.ref import Ref, RefWorker, SharedRef
 from trainfer.workers.settings import (
     old_log_prob_limit,
     ref_log_prob_limit,
@@ -51,6 +52,7 @@ def build_actor(
     """
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     model = _load(model_folder, DTYPES[fsdp.model_dtype], device, meshes)
+    adapter = adapt(model, config, model_folder)
     if config.actor_rollout_ref.model.enable_gradient_checkpointing:
         recompute_activations(model)
     return ActorWorker(
@@ -60,15 +62,30 @@ def build_actor(
         device=device,
         shard=None if meshes is None else meshes.sequence,
         offload=Offload(parameters=fsdp.param_offload, optimizer=fsdp.optimizer_offload),
+        adapter=adapter,
     )
 
 
 def build_ref(
-    config: TrainConfig, plan: StepPlan, model_folder: Path, device: torch.device, *, meshes: Meshes | None
-) -> RefWorker | None:
-    """The frozen model, where the configuration needs one."""
+    config: TrainConfig,
+    plan: StepPlan,
+    model_folder: Path,
+    device: torch.device,
+    *,
+    meshes: Meshes | None,
+    actor: ActorWorker,
+) -> Ref | None:
+    """The frozen model, where the configuration needs one; of an adapter it is the actor's own base."""
     if not stages(config, plan).ref:
         return None
+    if actor.adapter is not None:
+        return SharedRef(
+            actor,
+            without_adapter=without_adapter,
+            log_prob_limit=ref_log_prob_limit(plan),
+            device=device,
+            shard=None if meshes is None else meshes.sequence,
+        )
     model = _load(model_folder, compute_dtype(config), device, meshes).requires_grad_(requires_grad=False)
     return RefWorker(
         _weights(model, config, meshes),
@@ -79,8 +96,20 @@ def build_ref(
     )
 
 
-def load_engine(config: TrainConfig, model_folder: Path, device: torch.device, dtype: torch.dtype) -> Engine:
-    """An engine that computes with a model of its own."""
+def gets_merged_weights(config: TrainConfig) -> bool:
+    """Whether an adapter reaches the engine merged into the weights; the others compute with an adapter of their own."""
+    return config.actor_rollout_ref.model.trains_adapter and config.actor_rollout_ref.rollout.name == "vllm"
+
+
+def load_engine(
+    config: TrainConfig,
+    model_folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    adapted: bool = True,
+) -> Engine:
+    """An engine that computes with a model of its own; ``adapted`` False is the bare model of the folder."""
     rollout, builtin = config.actor_rollout_ref.rollout, config.trainfer.builtin_engine
     if rollout.name == "vllm":
         return make_engine("vllm", vllm=vllm_settings(config, model_folder, device=device.type, dtype=dtype))
@@ -92,6 +121,8 @@ def load_engine(config: TrainConfig, model_folder: Path, device: torch.device, d
         share_prefixes=rollout.enable_prefix_caching,
     )
     model = load_model(model_folder, dtype=dtype, device=device)
+    if adapted:
+        adapt(model, config, model_folder)
     settle_exactness(config, model, trains_in=compute_dtype(config))
     return make_engine(rollout.name, model=model, limits=limits)
 

@@ -10,6 +10,7 @@ from trainfer.config.schema import TrainConfig
 from trainfer.errors import ConfigError
 from trainfer.plan.records import StepPlan
 from trainfer.train.update.correction import WeightBounds
+from trainfer.workers.adapter import check_adapter
 
 
 def check_honoured(config: TrainConfig, plan: StepPlan) -> None:
@@ -18,7 +19,14 @@ def check_honoured(config: TrainConfig, plan: StepPlan) -> None:
     Raises:
         ConfigError: every problem, one line each.
     """
-    problems = [*_processes(config, plan), *_correction(config), *_sampling(config), *_reward(config)]
+    adapter = check_adapter(config)
+    problems = [
+        *_processes(config, plan),
+        *_correction(config),
+        *_sampling(config),
+        *_reward(config),
+        *([] if adapter is None else [adapter]),
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -22,7 +22,7 @@ from trainfer.types import (
 )
 from trainfer.workers.actor import ActorWorker
 from trainfer.workers.group import SyncProof, UpdateReport
-from trainfer.workers.ref import RefWorker
+from trainfer.workers.ref import Ref
 from trainfer.workers.rollout import NOT_HERE, RolloutWorker
 from trainfer.workers.watching import CaptureOrder
 from trainfer.workers.weights import sync_weights
@@ -39,6 +39,7 @@ class LocalGroup:
         rollout: Samples.
         ref: None where no KL term needs it.
         rollout_dtype: Format in which the engine computes.
+        sends_merged: Whether the engine gets an adapter merged into the weights.
         mini_batch_sequences: Sequences of one optimizer step.
         epochs: Passes over an update's sequences.
         shuffle_seed: See ``schedule.mini_batches``.
@@ -50,8 +51,9 @@ class LocalGroup:
         *,
         actor: ActorWorker,
         rollout: RolloutWorker,
-        ref: RefWorker | None,
+        ref: Ref | None,
         rollout_dtype: torch.dtype,
+        sends_merged: bool = False,
         mini_batch_sequences: int,
         epochs: int,
         shuffle_seed: int | None,
@@ -61,6 +63,7 @@ class LocalGroup:
         self._rollout = rollout
         self._ref = ref
         self._rollout_dtype = rollout_dtype
+        self._sends_merged = sends_merged
         self._mini_batch_sequences = mini_batch_sequences
         self._epochs = epochs
         self._shuffle_seed = shuffle_seed
@@ -118,10 +121,11 @@ class LocalGroup:
     def sync_weights(self) -> SyncProof:
         """Hand the actor's weights to the engine and prove that they arrived."""
         return sync_weights(
-            self._actor.model,
+            self._actor.weights.master if self._sends_merged else self._actor.model,
             self._rollout,
             version=self._actor.weights_version,
             dtype=self._rollout_dtype,
+            merged=self._actor.adapter if self._sends_merged else None,
         )
 
     def watch(self, order: CaptureOrder | None) -> str | None:

@@ -22,10 +22,10 @@ from trainfer.train.update.batch import MiniBatch
 from trainfer.train.update.trainer import UpdateResult
 from trainfer.types import Completion, GenerationRequest, SampledSequence, TokenScores
 from trainfer.workers.actor import ActorWorker
-from trainfer.workers.build_rank import DTYPES, build_actor, build_ref, load_engine
+from trainfer.workers.build_rank import DTYPES, build_actor, build_ref, gets_merged_weights, load_engine
 from trainfer.workers.group import SyncProof
 from trainfer.workers.mesh import make_meshes
-from trainfer.workers.ref import RefWorker
+from trainfer.workers.ref import Ref
 from trainfer.workers.rollout import NOT_HERE, RolloutWorker
 from trainfer.workers.watching import CaptureOrder
 from trainfer.workers.weights import send_weights
@@ -91,7 +91,10 @@ class RankWorker:
         self.actor: ActorWorker = build_actor(
             config, plan, setup.model_folder, device, total_steps=setup.total_steps, meshes=meshes
         )
-        self.ref: RefWorker | None = build_ref(config, plan, setup.model_folder, device, meshes=meshes)
+        self.ref: Ref | None = build_ref(
+            config, plan, setup.model_folder, device, meshes=meshes, actor=self.actor
+        )
+        self.merged = self.actor.adapter if gets_merged_weights(config) else None
         self.rollout_dtype = DTYPES[sections.rollout.dtype]
         self.rollout = RolloutWorker(load_engine(config, setup.model_folder, device, self.rollout_dtype))
         dist.barrier()
@@ -190,6 +193,7 @@ class SendWeights:
                 worker.rollout,
                 version=worker.actor.weights_version,
                 dtype=worker.rollout_dtype,
+                merged=worker.merged,
             )
 
 

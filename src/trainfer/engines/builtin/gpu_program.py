@@ -241,6 +241,12 @@ def fits(model: nn.Module) -> bool:
         config.hidden_act == "silu"
         and config.rope_parameters.get("rope_type") in ("default", "linear", "llama3")
         and all(name.endswith("weight") for name, _ in mlp.named_parameters())
+        # An adapter's layer also has a `weight`: that of the layer that it adapts, which is not what it computes with.
+        and all(
+            isinstance(module, nn.Linear)
+            for name, module in model.named_modules()
+            if name.endswith(("_proj", "lm_head"))
+        )
         and supports(dtype, size)
     )
 

@@ -8,7 +8,8 @@ Takes a module (plain, or sharded by FSDP2) and its optimizer; gives files in a 
 - ``training_state.json``: names, shapes and dtypes of all tensors, optimizer options, counters;
 - ``rng_rank_R.json``: Python, NumPy, torch CPU and CUDA generators of rank R.
 
-Parameters that are tied are stored once. Leaves out atomicity, completeness and which checkpoint is the
+Parameters that are tied are stored once. Where an adapter is trained, its parameters and their optimizer state are all that
+is stored, with what is needed to know its base again (``checkpoint_adapter.py``). Leaves out atomicity, completeness and which checkpoint is the
 newest (``train.journal.checkpoints``), and the Hugging Face form (``checkpoint_export.py``).
 """
 
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from trainfer.errors import CheckpointError
+from trainfer.train.update.checkpoint_adapter import StoredAdapter, check_adapter
 from trainfer.train.update.checkpoint_names import (
     MODEL_PREFIX,
     model_tensors,
@@ -64,10 +66,17 @@ class StoredState:
     tensors: Mapping[str, StoredTensor]
     optimizer_scalars: Mapping[str, Mapping[str, Scalar]]
     optimizer_groups: list[dict]
+    adapter: StoredAdapter | None
+    """None: the whole model is stored."""
 
 
 def save_training_state(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, counters: Mapping[str, Scalar]
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    counters: Mapping[str, Scalar],
+    *,
+    adapter: StoredAdapter | None = None,
 ) -> None:
     """Write everything below ``folder``; every rank calls it, rank 0 writes what is common.
 
@@ -75,7 +84,7 @@ def save_training_state(
         CheckpointError: a file cannot be written (full disk, no permission); what is there is incomplete.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    tensors = {MODEL_PREFIX + name: tensor for name, tensor in model_tensors(model).items()}
+    tensors = _stored_part(model, adapter)
     scalars: dict[str, dict[str, Scalar]] = {}
     groups: list[dict[str, object]] = []
     if optimizer is not None:
@@ -94,6 +103,7 @@ def save_training_state(
                 "tensors": {name: StoredTensor.of(tensor).to_json() for name, tensor in tensors.items()},
                 "optimizer_scalars": scalars,
                 "optimizer_groups": groups,
+                **({} if adapter is None else {"adapter": adapter.to_json()}),
             }
             (folder / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
     except CheckpointException as error:
@@ -103,7 +113,11 @@ def save_training_state(
 
 
 def load_training_state(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    adapter: StoredAdapter | None = None,
 ) -> LoadedState:
     """Restore ``model`` and ``optimizer`` in place, and this process's random generators.
 
@@ -113,10 +127,11 @@ def load_training_state(
         CheckpointError: a file is missing or damaged, or the tensors are not those of this model.
     """
     state = read_state(folder)
+    check_adapter(state.adapter, adapter, where=f"the checkpoint {folder}")
     listed = state.tensors
     reader = HuggingFaceStorageReader(str(folder))
     check_tensors(listed, stored_tensors(reader, folder), where=f"the files of {folder}")
-    targets = {MODEL_PREFIX + name: tensor for name, tensor in model_tensors(model).items()}
+    targets = _stored_part(model, adapter)
     wanted = {name: StoredTensor.of(tensor) for name, tensor in targets.items()}
     in_model = {name: entry for name, entry in listed.items() if name.startswith(MODEL_PREFIX)}
     check_tensors(wanted, in_model, where=f"the checkpoint {folder}")
@@ -161,7 +176,18 @@ def read_state(folder: Path) -> StoredState:
         tensors={name: StoredTensor.from_json(entry) for name, entry in state["tensors"].items()},
         optimizer_scalars=state["optimizer_scalars"],
         optimizer_groups=state["optimizer_groups"],
+        adapter=StoredAdapter.from_json(state["adapter"]) if "adapter" in state else None,
     )
+
+
+def _stored_part(model: nn.Module, adapter: StoredAdapter | None) -> dict[str, Tensor]:
+    """The model's tensors that a checkpoint holds."""
+    own = None if adapter is None else adapter.layout.parameter_names
+    return {
+        MODEL_PREFIX + name: tensor
+        for name, tensor in model_tensors(model).items()
+        if own is None or name in own
+    }
 
 
 def _spread(tensors: Mapping[str, Tensor]) -> dict[str, int]:

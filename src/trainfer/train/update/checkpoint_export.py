@@ -2,7 +2,7 @@
 
 Takes the folder that ``save_training_state`` wrote, or that of verl's FSDP workers (``checkpoint_verl.py``), and the
 model's own small files; gives ``model*.safetensors``
-with the stored bits (or cast, when a dtype is asked for), at most one output file in memory at a time. Reads
+with the stored bits (or cast, when a dtype is asked for; an adapter merged into its base), at most one output file in memory at a time. Reads
 shards of any number of ranks; loads no pickle and no Transformers. A tied head is stored once, as it was.
 Leaves out which checkpoint (``cli.export``) and whether the folder may be written.
 """
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from trainfer.errors import CheckpointError
 from trainfer.train.update.checkpoint import STATE_FILE, first_cause, quiet_single_process, read_state
+from trainfer.train.update.checkpoint_merge import BaseWeights, merged_reader, write_adapter_folder
 from trainfer.train.update.checkpoint_names import MODEL_PREFIX
 from trainfer.train.update.checkpoint_tensors import StoredTensor, check_tensors, stored_tensors
 from trainfer.train.update.checkpoint_verl import VerlShards, holds_verl_shards
@@ -100,20 +101,23 @@ def holds_checkpoint_of_verl(checkpoint: Path) -> bool:
     return _verl_folder(checkpoint) is not None
 
 
-def write_model_folder(checkpoint: Path, out: Path, *, dtype: torch.dtype | None) -> int:
+def write_model_folder(
+    checkpoint: Path, out: Path, *, dtype: torch.dtype | None, base: Path | None = None
+) -> int:
     """Write config, tokenizer and weights into the existing empty folder ``out``; returns bytes of weights.
 
     Args:
         checkpoint: Of trainfer, or of verl's FSDP workers.
         out: Gets the files.
         dtype: None keeps the stored bits; floating tensors are cast otherwise.
+        base: Folder of the model that an adapter is merged into. None: the one that it was trained on.
 
     Raises:
         CheckpointError: something is missing or damaged, or ``out`` cannot be written.
     """
     verl = _verl_folder(checkpoint)
     model_files = _model_files_of(checkpoint if verl is None else verl)
-    source = _own_weights(checkpoint) if verl is None else _verl_weights(verl, model_files)
+    source = _own_weights(checkpoint, base) if verl is None else _verl_weights(verl, model_files)
     kept = dtype or _main_dtype(source.stored)
     try:
         for path in sorted(model_files.iterdir()):
@@ -128,12 +132,43 @@ def write_model_folder(checkpoint: Path, out: Path, *, dtype: torch.dtype | None
         ) from error
 
 
+def write_adapter(checkpoint: Path, out: Path, *, dtype: torch.dtype | None) -> int:
+    """Write the adapter of a checkpoint as a folder that PEFT loads, into the existing empty folder ``out``; returns bytes.
+
+    Raises:
+        CheckpointError: it holds no adapter, is damaged, or ``out`` cannot be written.
+    """
+    folder = find_training_state(checkpoint)
+    adapter = read_state(folder).adapter
+    if adapter is None:
+        raise CheckpointError(
+            f"{checkpoint} holds a whole model, not an adapter (actor_rollout_ref.model.lora_rank was 0). Export it without "
+            "--adapter."
+        )
+    try:
+        return write_adapter_folder(adapter, _stored_weights(folder).read, out, dtype)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot write {out}: {error}. Free space there or name another folder."
+        ) from error
+
+
 def _verl_folder(checkpoint: Path) -> Path | None:
     return next((folder for folder in (checkpoint / "actor", checkpoint) if holds_verl_shards(folder)), None)
 
 
-def _own_weights(checkpoint: Path) -> WeightSource:
+def _own_weights(checkpoint: Path, base: Path | None) -> WeightSource:
     folder = find_training_state(checkpoint)
+    adapter = read_state(folder).adapter
+    source = _stored_weights(folder)
+    if adapter is None:
+        return source
+    weights = BaseWeights(base or Path(adapter.layout.base_folder))
+    return WeightSource(stored=weights.stored, read=merged_reader(adapter, source.read, weights))
+
+
+def _stored_weights(folder: Path) -> WeightSource:
+    """What a training state holds of the model."""
     stored = {
         name: entry for name, entry in read_state(folder).tensors.items() if name.startswith(MODEL_PREFIX)
     }

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from trainfer.errors import CheckpointError
 
 _SHOWN = 5
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES_BY_NAME = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +40,14 @@ class StoredTensor:
         Raises:
             CheckpointError: not such an entry.
         """
-        if isinstance(entry, dict) and isinstance(entry.get("shape"), list) and entry.get("dtype") in _DTYPES:
+        if (
+            isinstance(entry, dict)
+            and isinstance(entry.get("shape"), list)
+            and entry.get("dtype") in DTYPES_BY_NAME
+        ):
             shape = entry["shape"]
             if all(isinstance(size, int) and size >= 0 for size in shape):
-                return cls(shape=tuple(shape), dtype=_DTYPES[entry["dtype"]])
+                return cls(shape=tuple(shape), dtype=DTYPES_BY_NAME[entry["dtype"]])
         raise CheckpointError(
             f"A tensor entry of the checkpoint is damaged: {str(entry)[:100]}. Use an older one."
         )

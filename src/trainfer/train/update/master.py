@@ -72,7 +72,7 @@ class MasterWeights:
             copied.data = copied.data.to(compute_dtype)
             if copied.requires_grad:
                 copied.register_post_accumulate_grad_hook(_accumulate_into(parameter))
-            self._pairs.append((parameter, copied))
+                self._pairs.append((parameter, copied))  # what is frozen never changes
 
     def trainable(self) -> list[nn.Parameter]:
         """The master parameters that an optimizer updates; tied ones once."""
