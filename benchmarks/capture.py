@@ -4,8 +4,11 @@ Each side runs in its own process (msProbe in its own environment: ``--peer PYTH
 backward of a Qwen3-shaped model with 8,393,472 parameters on 2 x 256 tokens. Captured steps alternate with steps
 that are not captured; the figures are CPU seconds, the ratio of the medians. What a step dumped is deleted after it,
 on both sides, so that neither pays for a growing page cache. On a busy machine look at the best steps too (``best``).
+``--parts`` takes statistics L0 apart instead: hooks that deliver to nobody, records without numbers, all of it with
+NumPy's reductions and with the compiled one; turn by turn in one process.
 
     python benchmarks/capture.py [--peer /path/to/msprobe/python] [--steps 6] [--json FILE]
+    python benchmarks/capture.py --parts [--steps 6]
 """
 
 import argparse
@@ -108,6 +111,41 @@ def run_ours(task: str, level: str, steps: int, folder: Path) -> dict[str, float
     return summarise(pairs[1:], nbytes[1:], base_mb)
 
 
+def run_parts(steps: int, folder: Path) -> dict[str, list[float]]:
+    """CPU seconds of steps that are captured by more and more of the probe."""
+    import trainfer
+    from trainfer.check.probe import fused
+    from trainfer.check.probe.sink import TensorSink
+    from trainfer.check.probe.statistics import StatisticsTaker, nothing_finite
+
+    model, ids = make_model()
+    one_step(model, ids)
+    record, take, load = TensorSink.record, StatisticsTaker.take, fused.load
+    constant = nothing_finite(1, 1, 0)
+    parts = {
+        "hooks alone": (lambda *_args, **_kwargs: None, take, load),
+        "and records": (record, lambda *_args: constant, load),
+        "and numbers, NumPy": (record, take, lambda: None),
+        "and numbers, compiled": (record, take, load),
+    }
+    seconds: dict[str, list[float]] = {"no capture": [], **{part: [] for part in parts}}
+    for _ in range(steps + 1):
+        seconds["no capture"].append(cpu_of(lambda: one_step(model, ids))[0])
+        for part, (TensorSink.record, StatisticsTaker.take, fused.load) in parts.items():
+            context = trainfer.capture(
+                model, folder, side="train", task="statistics", level="L0", backward=True
+            )
+            context.__enter__()
+
+            def captured(context=context) -> None:
+                one_step(model, ids)
+                context.__exit__(None, None, None)
+
+            seconds[part].append(cpu_of(captured)[0])
+            shutil.rmtree(folder)
+    return {part: taken[1:] for part, taken in seconds.items()}
+
+
 def run_peer(task: str, level: str, steps: int, folder: Path) -> dict[str, float]:
     """A step directory a step, complete within the measured time."""
     from msprobe.pytorch import PrecisionDebugger
@@ -153,8 +191,17 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--parts", action="store_true", help="what each part of statistics L0 costs")
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            parts = run_parts(arguments.steps, Path(folder) / "dump")
+        base = parts["no capture"]
+        for part, seconds in parts.items():
+            median = statistics.median(seconds) / statistics.median(base)
+            print(f"{part:24} {median:6.3f} x, best steps {min(seconds) / min(base):6.3f} x")
+        return
     if arguments.child:
         who, task, level, steps, folder = arguments.child
         run = run_ours if who == "trainfer" else run_peer

@@ -33,7 +33,7 @@ class GradientHooks:
         """Record the tensor's gradient when it comes; through all its uses."""
         if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
             return
-        place = place._replace(role=GRADIENT_OF[place.role])
+        place = Place(place.module, place.occurrence, place.function, GRADIENT_OF[place.role], place.name)
         known = self._places.get(id(tensor))
         if known is not None and known[0]() is tensor:
             known[1].append((place, head))

@@ -110,6 +110,9 @@ class ModuleHooks:
             return
         unknown: list[str] = []
         head = name in self._heads
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            self._record(frame, Role.INPUT, "0", args[0], head=head)
+            return
         for where, tensor in argument_leaves(args, kwargs, unknown):
             self._record(frame, Role.INPUT, where, tensor, head=head)
 
@@ -170,10 +173,10 @@ class ModuleHooks:
         return self._settings.level.modules and name in self._chosen
 
     def _record(self, frame: _Frame, role: Role, where: str, tensor: Tensor, *, head: bool) -> None:
-        self._sink.record(
-            frame.call, Place(frame.name, frame.occurrence, None, role, where), tensor, head=head
-        )
-        self._watch_gradient(frame, role, where, tensor, head=head)
+        place = Place(frame.name, frame.occurrence, None, role, where)
+        self._sink.record(frame.call, place, tensor, head=head)
+        if self._gradients is not None and tensor.requires_grad:
+            self._gradients.watch(frame.call, place, tensor, head=head)
 
     def _watch_gradient(self, frame: _Frame, role: Role, where: str, tensor: Tensor, *, head: bool) -> None:
         if self._gradients is not None and tensor.requires_grad:

@@ -50,6 +50,7 @@ class TensorSink:
         self._lock = threading.RLock()
         self._seen: dict[object, _Seen] = {}
         self._task = settings.task
+        self._has_limit = settings.max_bytes is not None
         self._hide_from_modes = settings.level.functions
         self._next_id = 0
         self._next_table = 0
@@ -133,7 +134,7 @@ class TensorSink:
         dtype = DTYPE_NAMES.get(tensor.dtype)
         if dtype is None or tensor.layout is not torch.strided:
             raise TypeError(f"{tensor.dtype} {tensor.layout} tensors are not captured")
-        if self._full():
+        if (self._has_limit or self._writer.failure is not None) and self._full():
             return
         shape = tensor.shape
         view = NO_ROWS if parts else call.row_view(shape, head=head)

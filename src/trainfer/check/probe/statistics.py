@@ -1,22 +1,23 @@
 """Numbers over all elements of a tensor, cheap enough to take of every activation.
 
-Takes a tensor; gives ``Statistics``. Each number is one pass of a vectorised reduction over data that the
-module has just written, so it mostly comes from the cache. Non-finite elements are counted, and the other
-numbers are then of the finite rest. Sums are float32 or better.
+Takes a tensor; gives ``Statistics``. One fused pass where the machine has a compiler (``fused``), else a pass of a
+vectorised reduction for each number, over data that the module has just written. Non-finite elements are counted,
+and the other numbers are then of the finite rest. Sums are float32 or better.
 """
 
 import math
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainfer.check.dump.records import QUANTILES, Statistics
-
-SAMPLE = 256
-"""Elements that the quantiles are taken of."""
+from trainfer.check.probe import fused
+from trainfer.check.probe.fused import SAMPLE
 
 _minimum, _maximum = np.minimum.reduce, np.maximum.reduce
+
+_PLAIN = (Tensor, nn.Parameter)
 
 _SAFE_MAGNITUDE = 1e14
 _SAFE_SQUARES = 1e-25
@@ -24,25 +25,42 @@ _SAFE_SQUARES = 1e-25
 
 
 class StatisticsTaker:
-    """Takes statistics on the CPU, reusing one scratch buffer; one per thread."""
+    """Takes statistics on the CPU, reusing its scratch buffers; one per thread.
 
-    def __init__(self) -> None:
-        self._flags = np.empty(1 << 16, dtype=np.bool_)
+    Args:
+        with_compiler: False for NumPy alone.
+    """
+
+    def __init__(self, *, with_compiler: bool = True) -> None:
+        self._flags = np.empty(0, dtype=np.bool_)
         self._one_thread = torch.get_num_threads() == 1
         """NumPy's product is faster, but its threads are not torch's and would fight with them."""
+        self._with_compiler = with_compiler
+        self._probabilities = np.array(QUANTILES)
+        self._numbers = np.empty(5 + len(QUANTILES))
+        self._where = (
+            self._probabilities.ctypes.data,
+            len(QUANTILES),
+            self._numbers.ctypes.data,
+        )
 
     def take(self, tensor: Tensor) -> Statistics:
         """Statistics of a CPU tensor of any dtype and strides; of complex ones the magnitudes count."""
-        tensor = tensor.detach()
+        if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+            tensor = _real_in_memory_order(tensor.detach())
         count = tensor.numel()
         if count == 0:
             return nothing_finite(0, 0, 0)
-        if tensor.is_complex():
-            tensor = tensor.abs()
-        if tensor.dtype not in (torch.float32, torch.float64):
-            tensor = tensor.float() if tensor.dtype.is_floating_point else tensor.double()
-        flat = _in_memory_order(tensor).view(-1)
-        values = flat.numpy()
+        in_one_pass = fused.load() if self._with_compiler and _is_plain_float32(tensor) else None
+        if in_one_pass is not None:
+            in_one_pass(tensor.data_ptr(), count, *self._where)
+            low, high, total, squares, zeros, *quantiles = self._numbers.tolist()
+            if _SAFE_SQUARES < squares < math.inf:
+                return _all_finite(count, int(zeros), low, high, total / count, squares, tuple(quantiles))
+        return self._take_in_passes(tensor.detach().view(-1))
+
+    def _take_in_passes(self, flat: Tensor) -> Statistics:
+        values, count = flat.numpy(), flat.numel()
         low, high = float(_minimum(values)), float(_maximum(values))
         if not (math.isfinite(low) and math.isfinite(high)):
             return self._of_finite_rest(values)
@@ -55,18 +73,7 @@ class StatisticsTaker:
         if squares < _SAFE_SQUARES or not math.isfinite(squares):
             wide = values.astype(np.float64)
             mean, squares = float(wide.mean()), float(np.dot(wide, wide))
-        return Statistics(
-            count=count,
-            nan=0,
-            inf=0,
-            zeros=zeros,
-            min=low,
-            max=high,
-            mean=mean,
-            norm=math.sqrt(squares),
-            quantiles=_quantiles(values),
-            quantile_sample=SAMPLE,
-        )
+        return _all_finite(count, zeros, low, high, mean, squares, _quantiles(values))
 
     def _count_zeros(self, values: np.ndarray) -> int:
         if self._flags.size < values.size:
@@ -109,6 +116,29 @@ def nothing_finite(count: int, nan: int, inf: int) -> Statistics:
     )
 
 
+def _all_finite(
+    count: int,
+    zeros: int,
+    low: float,
+    high: float,
+    mean: float,
+    squares: float,
+    quantiles: tuple[float, ...],
+) -> Statistics:
+    return Statistics(
+        count=count,
+        nan=0,
+        inf=0,
+        zeros=zeros,
+        min=low,
+        max=high,
+        mean=mean,
+        norm=math.sqrt(squares),
+        quantiles=quantiles,
+        quantile_sample=SAMPLE,
+    )
+
+
 def _quantiles(values: np.ndarray) -> tuple[float, ...]:
     """Lower empirical quantiles of an evenly strided sample."""
     sample = values[:: -(-values.size // SAMPLE)].copy()
@@ -117,8 +147,17 @@ def _quantiles(values: np.ndarray) -> tuple[float, ...]:
     return tuple(sample[[int(p * last) for p in QUANTILES]].tolist())
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """The same elements as a contiguous tensor, copied only where memory has gaps or overlaps."""
+def _is_plain_float32(tensor: Tensor) -> bool:
+    """True where the numbers lie at ``data_ptr`` as they are; not for a wrapper's or a negated view's."""
+    return tensor.dtype is torch.float32 and type(tensor) in _PLAIN and not tensor.is_neg()
+
+
+def _real_in_memory_order(tensor: Tensor) -> Tensor:
+    """The same elements as a contiguous float tensor, copied only where it must be."""
+    if tensor.is_complex():
+        tensor = tensor.abs()
+    if tensor.dtype not in (torch.float32, torch.float64):
+        tensor = tensor.float() if tensor.dtype.is_floating_point else tensor.double()
     if tensor.is_contiguous():
         return tensor
     strides = tensor.stride()
