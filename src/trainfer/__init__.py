@@ -13,7 +13,7 @@ import importlib
 _PUBLIC = {
     "PrecisionDebugger": "trainfer.integrations.msprobe.debugger",
     "Rows": "trainfer.check.probe.given",
-    "capture": "trainfer.check.probe.capture",
+    "capture": "trainfer.integrations.capture",
     "compare": "trainfer.integrations.dumps",
     "module_dump": "trainfer.integrations.msprobe.debugger",
     "module_dump_end": "trainfer.integrations.msprobe.debugger",

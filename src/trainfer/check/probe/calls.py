@@ -7,7 +7,7 @@ record into, and writes its row tables and its call record.
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -22,11 +22,22 @@ from trainfer.check.probe.root import RootCall, cache_of_output, named_prefixes,
 from trainfer.check.probe.rows import CacheHistory, CallInputs, RowTable, RowTracker, is_decode, rows_to_keep
 from trainfer.check.probe.settings import CaptureSettings
 from trainfer.check.probe.sink import UNREADABLE, TensorSink
-from trainfer.check.probe.weights import WeightWatcher
 from trainfer.errors import CaptureError
 
 RowSource = Rows | Callable[[], Rows | None] | None
 """Rows of every call, or who is asked for them when a call starts."""
+
+
+class WatchedWeights(Protocol):
+    """The weights that the calls compute with."""
+
+    def changed(self) -> bool:
+        """True where they are others than at the last ``write``."""
+        ...
+
+    def write(self, *, step: int, version: int) -> None:
+        """Write a record for each of them."""
+        ...
 
 
 @dataclass(slots=True)
@@ -47,7 +58,7 @@ class CallBook:
         settings: CaptureSettings,
         writer: DumpWriter,
         sink: TensorSink,
-        weights: WeightWatcher,
+        weights: WatchedWeights,
         rows: RowSource,
         end_tokens: frozenset[int],
     ) -> None:

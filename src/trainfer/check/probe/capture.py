@@ -29,13 +29,12 @@ from trainfer.check.probe.describe import (
     plain_value,
 )
 from trainfer.check.probe.gradients import GradientHooks
-from trainfer.check.probe.hooks import ModuleHooks
+from trainfer.check.probe.means import MODULE_MEANS, Means
 from trainfer.check.probe.names import named_modules, named_tensors
 from trainfer.check.probe.sequences import check_sequences
 from trainfer.check.probe.settings import CaptureSettings, check_settings, choose_modules
 from trainfer.check.probe.sink import CaptureWarning, TensorSink
 from trainfer.check.probe.staging import page_locked
-from trainfer.check.probe.weights import WeightWatcher
 from trainfer.errors import CaptureError
 
 
@@ -104,11 +103,13 @@ def capture(
 class _Session:
     """What an open capture holds."""
 
-    def __init__(self, model: nn.Module, folder: Path, settings: CaptureSettings, rows: RowSource) -> None:
+    def __init__(
+        self, model: nn.Module, folder: Path, settings: CaptureSettings, rows: RowSource, means: Means
+    ) -> None:
         devices = {parameter.device.type for parameter in model.parameters()}
         self.writer = DumpWriter(folder, allocate=page_locked if "cuda" in devices else None)
         self.sink = TensorSink(self.writer, settings)
-        weights = WeightWatcher(model, self.writer, self.sink, full=settings.full_weights)
+        weights = means.weights(model, self.writer, self.sink, settings.full_weights)
         self.book = CallBook(settings, self.writer, self.sink, weights, rows, end_tokens_of(model))
         weights.write(step=0, version=self.book.weights_version)
         modules = named_modules(model)
@@ -116,7 +117,7 @@ class _Session:
         self.gradients = GradientHooks(self.sink) if settings.backward else None
         if self.gradients is not None:
             self.gradients.watch_parameters(_parameters(model, chosen), self.book.gradients)
-        self.hooks = ModuleHooks(modules, chosen, settings, self.book, self.sink, self.gradients)
+        self.hooks = means.hooks(modules, chosen, settings, self.book, self.sink, self.gradients)
         self.num_modules = len(modules)
         self.num_sequences = 0
 
@@ -133,14 +134,20 @@ class Capture:
     """An open capture; see ``capture``."""
 
     def __init__(
-        self, model: nn.Module, path: str | Path, settings: CaptureSettings, rows: RowSource
+        self,
+        model: nn.Module,
+        path: str | Path,
+        settings: CaptureSettings,
+        rows: RowSource,
+        means: Means = MODULE_MEANS,
     ) -> None:
         self._model = model
+        self._means = means
         self._settings = settings
         self._rows = rows
-        self._rank, self._world_size = _rank_and_size()
+        self._rank, self._world_size = means.rank_and_size or _rank_and_size()
         self._leader = 0 if settings.ranks is None else settings.ranks[0]
-        self._run_id = os.environ.get("TRAINFER_RUN_ID") or new_run_id()
+        self._run_id = means.run_id or os.environ.get("TRAINFER_RUN_ID") or new_run_id()
         self._config: Mapping[str, object] = {}
         self._session: _Session | None = None
         self._manifest: Manifest | None = None
@@ -155,9 +162,8 @@ class Capture:
         manifest = self._first_manifest()
         try:
             claim(self.folder, manifest, leader=self._leader)
-            self._session = _Session(
-                self._model, rank_folder(self.folder, self._rank), self._settings, self._rows
-            )
+            folder = rank_folder(self.folder, self._rank)
+            self._session = _Session(self._model, folder, self._settings, self._rows, self._means)
         except OSError as error:
             warnings.warn(
                 f"{self.folder} cannot be written ({error.strerror}); nothing is captured, the program goes on",

@@ -1,0 +1,107 @@
+"""``trainfer.capture``: watch whatever computes, a module of this process or a vLLM engine, and write a dump.
+
+Takes the model and settings; gives a context manager: of ``check.probe.capture`` for an ``nn.Module``, of
+``integrations.vllm.capture`` for a ``vllm.LLM``. vLLM itself is not imported here.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from trainfer.check.probe.calls import RowSource
+from trainfer.check.probe.capture import Capture
+from trainfer.check.probe.capture import capture as capture_module
+from trainfer.errors import CaptureError
+from trainfer.integrations.vllm.capture import VllmCapture
+from trainfer.integrations.vllm.settings import VllmCaptureSettings
+
+VLLM_CLASSES = ("LLM", "LLMEngine")
+
+
+def is_vllm(model: object) -> bool:
+    """True for a ``vllm.LLM`` or its engine."""
+    return any(
+        kind.__module__.partition(".")[0] == "vllm" and kind.__name__ in VLLM_CLASSES
+        for kind in type(model).__mro__
+    )
+
+
+def capture(
+    model: object,
+    path: str | Path,
+    *,
+    side: str,
+    pass_name: str | None = None,
+    weights_version: int | None = None,
+    level: str = "L0",
+    task: str = "tensor",
+    backward: bool = False,
+    modules: Sequence[str] | None = None,
+    steps: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+    token_range: Sequence[int] | None = None,
+    prompts_only: bool = False,
+    rows: RowSource = None,
+    weights: str = "fingerprint",
+    max_bytes: int | None = None,
+) -> Capture | VllmCapture:
+    """Capture what a model computes; use it in a ``with`` statement.
+
+    For a module all arguments are those of ``trainfer.check.probe.capture.capture``. A vLLM engine tells its passes and
+    rows itself, has no backward pass, and is watched at its modules (``level="L0"``).
+
+    Args:
+        model: An ``nn.Module``, or a ``vllm.LLM``.
+        path: Folder of the dump, not used before; ``{run_id}`` in it becomes a fresh run id.
+        side: ``rollout`` or ``train``.
+        pass_name: See there.
+        weights_version: Optimizer steps behind the weights at the start; None counts from 0.
+        level: See there.
+        task: ``tensor``, ``statistics`` or ``sketch``.
+        backward: See there.
+        modules: Names or patterns; None for all. vLLM's names: ``*.qkv_proj``.
+        steps: Steps to keep, as counted by ``step()``; None for all.
+        ranks: See there.
+        token_range: First position and the one after the last.
+        prompts_only: Leave out decode.
+        rows: See there.
+        weights: See there.
+        max_bytes: Stop keeping values after so many bytes (of each vLLM worker).
+
+    Raises:
+        CaptureError: an argument cannot be.
+    """
+    if isinstance(model, nn.Module):
+        return capture_module(
+            model, path, side=side, pass_name=pass_name, weights_version=weights_version, level=level, task=task,
+            backward=backward, modules=modules, steps=steps, ranks=ranks, token_range=token_range,
+            prompts_only=prompts_only, rows=rows, weights=weights, max_bytes=max_bytes,
+        )  # fmt: skip
+    if not is_vllm(model):
+        raise CaptureError(
+            f"a {type(model).__name__} cannot be captured; hand over an nn.Module or a vllm.LLM"
+        )
+    asked = {
+        "side": (side, "rollout"),
+        "pass_name": (pass_name, None),
+        "level": (level, "L0"),
+        "backward": (backward, False),
+        "ranks": (ranks, None),
+        "rows": (rows, None),
+        "weights": (weights, "fingerprint"),
+    }
+    for name, (value, only) in asked.items():
+        if value != only:
+            raise CaptureError(f"{name}={value!r} has no meaning for a vLLM engine; leave it at {only!r}")
+    settings = VllmCaptureSettings(
+        path=str(path),
+        task=task,
+        modules=None if modules is None else tuple(modules),
+        steps=None if steps is None else tuple(steps),
+        token_range=None if token_range is None else (token_range[0], token_range[1]),
+        prompts_only=prompts_only,
+        max_bytes=max_bytes,
+        weights_version=weights_version,
+    )
+    return VllmCapture(model, settings)
