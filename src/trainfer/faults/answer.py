@@ -4,8 +4,7 @@ Takes a ``Diagnosis`` or what was expected; gives an ``Answer`` or an ``Outcome`
 causes, modules, evidence), nothing from inside the rules.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from trainfer.check.diagnose import Diagnosis
 from trainfer.faults.records import Answer, Batch, Case, Expected, Outcome, Token, family
@@ -13,20 +12,6 @@ from trainfer.faults.records import Answer, Batch, Case, Expected, Outcome, Toke
 COUNTED_RATIO = 3.0
 """A fault with a size must be found where it moves log-probs by this many times what the clean pair's noise does."""
 _ROUNDING = ("equal", "rounding")
-
-
-class HasModule(Protocol):
-    """A line of the result's module table."""
-
-    @property
-    def module(self) -> str:
-        """Its name."""
-        ...
-
-    @property
-    def introduced(self) -> float:
-        """Largest error that it made itself."""
-        ...
 
 
 def read_answer(result: Diagnosis) -> Answer:
@@ -53,16 +38,21 @@ def read_answer(result: Diagnosis) -> Answer:
 
 def _ranked(result: Diagnosis) -> tuple[str, ...]:
     first = result.first_divergence
-    worst: Iterable[HasModule] = sorted(
-        (module for module in result.comparison.modules if module.introduced > 0),
-        key=lambda module: -module.introduced,
-    )
     names = [
         None if first is None else first.module,
         *(cause.module for cause in result.causes),
-        *(module.module for module in worst),
+        *_introducers(result),
     ]
     return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def _introducers(result: Diagnosis) -> list[str]:
+    """The worst first: over the noise floor where modules were replayed, by size elsewhere."""
+    if result.replay is not None:
+        by_factor = sorted(result.replay.modules, key=lambda module: -max(module.factors))
+        return [module.module for module in by_factor if max(module.factors) > 1]
+    by_size = sorted(result.comparison.modules, key=lambda module: -module.introduced)
+    return [module.module for module in by_size if module.introduced > 0]
 
 
 def score_case(

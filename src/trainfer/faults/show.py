@@ -34,7 +34,7 @@ def cells(line: Line) -> tuple[str, ...]:
 
 
 def _percent(share: Share) -> str:
-    return "–" if share.value is None else f"{100 * share.value:.0f} %"
+    return "–" if share.value is None else f"{100 * share.value:.0f}%"
 
 
 def sentence(scores: Scores, result: Tally) -> str:

@@ -1,21 +1,25 @@
 """Runs the suite: plant, capture both sides, compare, score.
 
-Takes seeds and a filter; gives scores. In this process, one case after another; dumps lie in a temporary folder and are
-deleted as soon as they are compared, unless failures are to be kept.
+Takes seeds and a filter; gives scores. In this process, one case after another, or in several; dumps lie in a temporary
+folder and are deleted as soon as they are compared, unless failures are to be kept.
 """
 
 import math
+import multiprocessing
 import shutil
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from trainfer.faults.answer import alarm_of, read_answer, score_case
-from trainfer.faults.catalogue import chosen_faults, layout_of, make_case
+from trainfer.faults.catalogue import FAULTS, chosen_faults, layout_of, make_case
 from trainfer.faults.controls import CONTROLS
 from trainfer.faults.fault import Control, Fault
 from trainfer.faults.models import DTYPES
@@ -25,11 +29,51 @@ from trainfer.faults.sides import mean_gap, run_pair
 from trainfer.integrations.dumps import compare
 
 Progress = Callable[[int, int, str], None]
-"""(done, total, what comes next)."""
+"""(done, total, what ended last)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One case or control; names only, so that it can go to another process."""
+
+    name: str
+    seed: int
+    is_control: bool
+
+    def run(self, keep: Path | None) -> Outcome | ControlOutcome:
+        """Run it in a temporary folder."""
+        with tempfile.TemporaryDirectory(prefix="trainfer-faults-") as scratch:
+            if self.is_control:
+                control = next(control for control in CONTROLS if control.name == self.name)
+                return run_control(control, self.seed, Path(scratch) / "control", keep=keep)
+            return run_case(FAULTS[self.name], self.seed, Path(scratch) / "case", keep=keep)
+
+
+def plan_jobs(seeds: int, only: str | None) -> list[Job]:
+    """All cases and controls, seed by seed.
+
+    Raises:
+        ConfigError: ``only`` names nothing.
+    """
+    faults = [] if only == "controls" else chosen_faults(only)
+    controls = CONTROLS if only in (None, "controls") else ()
+    return [
+        job
+        for seed in range(seeds)
+        for job in (
+            *(Job(name=fault.name, seed=seed, is_control=False) for fault in faults),
+            *(Job(name=control.name, seed=seed, is_control=True) for control in controls),
+        )
+    ]
 
 
 def run_suite(
-    seeds: int, *, only: str | None = None, out: Path | None = None, progress: Progress = lambda *_: None
+    seeds: int,
+    *,
+    only: str | None = None,
+    out: Path | None = None,
+    workers: int = 1,
+    progress: Progress = lambda *_: None,
 ) -> Scores:
     """Run all cases and controls.
 
@@ -37,31 +81,38 @@ def run_suite(
         seeds: Seeds 0 to seeds − 1.
         only: A family, a cause, a fault's name, or ``controls``.
         out: Keep dumps and reports of failures here.
-        progress: Told before each case and at the end.
+        workers: Processes; 1 is this one. Results do not depend on it.
+        progress: Told as cases end.
 
     Raises:
         ConfigError: ``only`` names nothing.
     """
     started = time.perf_counter()
-    faults = [] if only == "controls" else chosen_faults(only)
-    controls = CONTROLS if only in (None, "controls") else ()
-    total, done = seeds * (len(faults) + len(controls)), 0
-    outcomes: list[Outcome] = []
-    alarms: list[ControlOutcome] = []
-    with tempfile.TemporaryDirectory(prefix="trainfer-faults-") as scratch:
-        for seed in range(seeds):
-            for fault in faults:
-                progress(done, total, f"{fault.name}, seed {seed}")
-                outcomes.append(run_case(fault, seed, Path(scratch) / "case", keep=out))
-                done += 1
-            for control in controls:
-                progress(done, total, f"{control.name}, seed {seed}")
-                alarms.append(run_control(control, seed, Path(scratch) / "control", keep=out))
-                done += 1
-    progress(done, total, "")
+    jobs = plan_jobs(seeds, only)
+    progress(0, len(jobs), "")
+    done: list[Outcome | ControlOutcome] = []
+    with ExitStack() as stack:
+        results = (job.run(out) for job in jobs)
+        if workers > 1:
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(
+                ProcessPoolExecutor(workers, mp_context=context, initializer=one_thread)
+            )
+            results = pool.map(Job.run, jobs, [out] * len(jobs))
+        for job, result in zip(jobs, results, strict=True):
+            done.append(result)
+            progress(len(done), len(jobs), f"{job.name}, seed {job.seed}")
     return Scores(
-        outcomes=tuple(outcomes), controls=tuple(alarms), seeds=seeds, seconds=time.perf_counter() - started
+        outcomes=tuple(item for item in done if isinstance(item, Outcome)),
+        controls=tuple(item for item in done if isinstance(item, ControlOutcome)),
+        seeds=seeds,
+        seconds=time.perf_counter() - started,
     )
+
+
+def one_thread() -> None:
+    """Threads do not help models of this size."""
+    torch.set_num_threads(1)
 
 
 def run_case(fault: Fault, seed: int, folder: Path, *, keep: Path | None = None) -> Outcome:
