@@ -37,6 +37,7 @@ def compare(
     is_folder = model is not None and not isinstance(model, nn.Module)
     tokenizer = _tokenizer(Path(model)) if is_folder else None
     first, second = open_side(rollout), open_side(train)
+    _settle_weights(first, second)
     module = (_module(Path(model)) if is_folder else model) if replay else None
     assert module is None or isinstance(module, nn.Module)
     if tokenizer is None:
@@ -55,6 +56,14 @@ def compare(
         return tokenizer.decode(list(ids), skip_special_tokens=False)  # type: ignore[call-overload]
 
     return diagnose(first, second, decode=decode, texts=texts, model=module)
+
+
+def _settle_weights(*sides: ReadableSide) -> None:
+    """MsProbe's statistics stand for weights only where both sides have nothing better."""
+    without_values = [side for side in sides if isinstance(side, MsprobeSide) and not side.has_values]
+    if len(without_values) < len(sides):
+        for side in without_values:
+            side.hide_weights()
 
 
 def open_side(side: SideLike) -> ReadableSide:

@@ -98,6 +98,7 @@ class MsprobeSide:
         self._records: dict[int, list[TensorRecord]] = {}
         self._weights: dict[int, list[WeightRecord]] = {}
         self._kinds: dict[str, str] = {}
+        self._hides_weights = False
         folders = _rank_folders(self.folder)
         if not folders:
             raise DumpError(f"{self.folder} holds no dump.json of msProbe, nor do its step and rank folders")
@@ -187,7 +188,16 @@ class MsprobeSide:
 
     def weights(self, rank: int) -> Iterator[WeightRecord]:
         """Parameters that came with forward records, by fingerprint or, without values, by their statistics."""
-        return iter(self._weights.get(rank, []))
+        return iter(() if self._hides_weights else self._weights.get(rank, []))
+
+    @property
+    def has_values(self) -> bool:
+        """True where weights are known by their values, and not by their statistics alone."""
+        return any(weight.blob is not None for weights in self._weights.values() for weight in weights)
+
+    def hide_weights(self) -> None:
+        """Tell no weights: statistics prove nothing against the values of another dump."""
+        self._hides_weights = True
 
     def load(self, rank: int, record: TensorRecord | WeightRecord) -> Tensor:
         """The values of a record.
@@ -293,7 +303,8 @@ class MsprobeSide:
             requires_grad=leaf.get("requires_grad") is True,
             blob=blob,
         )
-        text = f"statistics:{math.prod(shape)}:{[leaf.get(key) for key in ('Max', 'Min', 'Mean', 'Norm', 'md5')]}"
+        numbers = [leaf.get(key) for key in ("Max", "Min", "Mean", "Norm")]
+        text = f"statistics:{math.prod(shape)}:{numbers}" if None not in numbers else ""
         if blob is not None:
             try:
                 text = fingerprint(self.load(rank, weight))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainfer.check.compare.source import DumpSide
+from trainfer.check.dump.records import Role, TensorRecord
 from trainfer.check.probe.capture import Capture, capture
 from trainfer.check.probe.names import bare_name, named_modules
 from trainfer.check.probe.sink import CaptureWarning
@@ -97,7 +98,7 @@ class Watch:
             self._capture.__exit__(None, None, None)
             self._name_calls(len(self._watcher.calls))
             side = DumpSide(self._folder)
-            records = list(side.tensors(self._rank))
+            records = list(side.tensors(self._rank, keep=self._has_a_place))
             calls = self._watcher.calls if self._options.level != "L1" else ()
             names = self._call_names if self._options.level != "L1" else ()
             self._writer.add(side, self._rank, records, self._naming, calls, names)
@@ -110,6 +111,10 @@ class Watch:
             )
             return
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _has_a_place(self, record: TensorRecord) -> bool:
+        """At level L1 nothing is known of modules, and so of their parameters."""
+        return record.role is not Role.PARAMETER_GRADIENT or self._options.level != "L1"
 
     def _begin_round(self, _module: nn.Module, _args: object) -> None:
         self._round += 1
