@@ -108,14 +108,15 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
     parser.add_argument("--folder", type=Path, default=Path("/tmp/tiers"))
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     step = Step(arguments.sequences, arguments.length)
-    times: dict[str, list[float]] = {tier: [] for tier in TIERS}
+    times: dict[str, list[float]] = {tier: [] for tier in arguments.tiers}
     written: dict[str, int] = dict.fromkeys(TIERS, 0)
     for turn in range(arguments.rounds + 1):
-        for tier in TIERS:
+        for tier in arguments.tiers:
             folder = arguments.folder / tier
             capture = None
             if tier not in ("off", "always"):
@@ -132,11 +133,13 @@ def main() -> None:
         f"{parameters_of(step.model):.0f} M parameters"
     )
     off = statistics.median(times["off"])
-    for tier in TIERS:
+    for tier in arguments.tiers:
         took = statistics.median(times[tier])
         pairs = zip(times[tier], times["off"], strict=True)
         ratio = statistics.median(a / b for a, b in pairs)
         print(f"{tier:10} {took * 1000:8.1f} ms, {ratio:7.3f} x off, {written[tier] / 1e6:9.1f} MB")
+    if "tensor" not in arguments.tiers:
+        return
     copy, disk = copy_rate(), disk_rate(arguments.folder)
     rate = written["tensor"] / (statistics.median(times["tensor"]) - off)
     print(

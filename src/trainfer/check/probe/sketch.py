@@ -14,6 +14,9 @@ from torch import Tensor
 from trainfer.check.dump.records import SKETCH_WIDTH
 
 _PIECE_ELEMENTS = 1 << 20
+"""Widened to float64 at a time: what stays in a cache."""
+_DEVICE_PIECE_ELEMENTS = 1 << 25
+"""The same on a device, where each piece costs launches."""
 
 
 def sketch_rows(rows: Tensor) -> Tensor:
@@ -22,13 +25,19 @@ def sketch_rows(rows: Tensor) -> Tensor:
     sketch = torch.empty(slots, SKETCH_WIDTH + 1, dtype=torch.float32, device=rows.device)
     if not width:
         return sketch.zero_()
-    directions = _directions(width).to(rows.device)
-    step = max(1, _PIECE_ELEMENTS // width)
+    directions = _directions_on(width, rows.device)
+    elements = _PIECE_ELEMENTS if rows.device.type == "cpu" else _DEVICE_PIECE_ELEMENTS
+    step = max(1, elements // width)
     for start in range(0, slots, step):
         piece = rows[start : start + step].double()
         sketch[start : start + step, :SKETCH_WIDTH] = piece @ directions
         sketch[start : start + step, SKETCH_WIDTH] = piece.square().sum(dim=1).sqrt()
     return sketch
+
+
+@functools.lru_cache(maxsize=64)
+def _directions_on(width: int, device: torch.device) -> Tensor:
+    return _directions(width).to(device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -20,8 +20,8 @@ from trainfer.check.probe.statistics import SAMPLE
 
 jit = cast(Any, triton.jit)
 
-PROGRAMS = 256
-"""At most; about two for each multiprocessor."""
+PROGRAMS = 1024
+"""At most; several for each multiprocessor, so that enough reads are under way."""
 _BLOCK = 2048
 _NUMBERS = 7
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -40,7 +40,8 @@ def numbers_of(tensor: Tensor) -> Tensor:
     partial = torch.empty((programs, _NUMBERS), dtype=torch.float64, device=tensor.device)
     numbers = torch.empty(_NUMBERS + len(QUANTILES), dtype=torch.float64, device=tensor.device)
     stride = -(-count // SAMPLE)
-    _partial_kernel[(programs,)](flat, partial, count, BLOCK=_BLOCK, num_warps=8)
+    exact = tl.float64 if flat.dtype == torch.float64 else tl.float32
+    _partial_kernel[(programs,)](flat, partial, count, BLOCK=_BLOCK, EXACT=exact, num_warps=8)
     _final_kernel[(1,)](
         flat, partial, _probabilities(tensor.device), numbers, programs, stride, -(-count // stride),
         PROGRAMS=PROGRAMS, SAMPLE=SAMPLE, PROBABILITIES=len(QUANTILES), num_warps=4,
@@ -54,20 +55,20 @@ def _probabilities(device: torch.device) -> Tensor:
 
 
 @jit
-def _partial_kernel(values_ptr, partial_ptr, count, BLOCK: tl.constexpr):
-    """Row p: what the blocks p, p + programs, ... add up to."""
+def _partial_kernel(values_ptr, partial_ptr, count, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+    """Row p: what the blocks p, p + programs, ... add up to; lanes in EXACT, squares and rows in float64."""
     program, step = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64) * BLOCK
     lanes = tl.arange(0, BLOCK)
     nan = tl.zeros([BLOCK], tl.int32)
     inf = tl.zeros([BLOCK], tl.int32)
     zeros = tl.zeros([BLOCK], tl.int32)
-    low = tl.full([BLOCK], float("inf"), tl.float64)
-    high = tl.full([BLOCK], float("-inf"), tl.float64)
-    total = tl.zeros([BLOCK], tl.float64)
+    low = tl.full([BLOCK], float("inf"), EXACT)
+    high = tl.full([BLOCK], float("-inf"), EXACT)
+    total = tl.zeros([BLOCK], EXACT)
     squares = tl.zeros([BLOCK], tl.float64)
     for start in range(program * BLOCK, count, step):
         inside = start + lanes < count
-        value = tl.load(values_ptr + start + lanes, mask=inside, other=1.0).to(tl.float64)
+        value = tl.load(values_ptr + start + lanes, mask=inside, other=1.0).to(EXACT)
         is_nan = value != value
         is_inf = tl.abs(value) == float("inf")
         finite = inside & ~is_nan & ~is_inf
@@ -78,14 +79,15 @@ def _partial_kernel(values_ptr, partial_ptr, count, BLOCK: tl.constexpr):
         high = tl.maximum(high, tl.where(finite, value, float("-inf")))
         kept = tl.where(finite, value, 0.0)
         total += kept
-        squares += kept * kept
+        wide = kept.to(tl.float64)
+        squares += wide * wide
     row = partial_ptr + program * 7
     tl.store(row, tl.sum(nan, 0).to(tl.float64))
     tl.store(row + 1, tl.sum(inf, 0).to(tl.float64))
     tl.store(row + 2, tl.sum(zeros, 0).to(tl.float64))
-    tl.store(row + 3, tl.min(low, 0))
-    tl.store(row + 4, tl.max(high, 0))
-    tl.store(row + 5, tl.sum(total, 0))
+    tl.store(row + 3, tl.min(low, 0).to(tl.float64))
+    tl.store(row + 4, tl.max(high, 0).to(tl.float64))
+    tl.store(row + 5, tl.sum(total.to(tl.float64), 0))
     tl.store(row + 6, tl.sum(squares, 0))
 
 
