@@ -16,7 +16,7 @@ from trainfer.check.align.side import Side
 from trainfer.check.dump.checksum import checksum
 from trainfer.check.dump.folder import open_shard, rank_folder
 from trainfer.check.dump.reader import Dump, unset_bytes
-from trainfer.check.dump.records import Blob, CallRecord, TensorRecord, WeightRecord
+from trainfer.check.dump.records import Blob, CallRecord, RowsRecord, TensorRecord, WeightRecord
 from trainfer.check.dump.shard import DATA_START
 from trainfer.check.dump.tensors import load_tensor
 
@@ -46,7 +46,7 @@ class DumpSide(Dump):
         super().__init__(folder)
         self._shards: dict[tuple[int, str], tuple[int, int]] = {}
         self._lock = threading.Lock()
-        self._calls: dict[int, dict[int, CallRecord]] = {}
+        self._small: dict[int, tuple[dict[int, CallRecord], dict[int, RowsRecord]]] = {}
         weakref.finalize(self, _close_all, self._shards)
 
     @property
@@ -56,9 +56,22 @@ class DumpSide(Dump):
 
     def calls(self, rank: int) -> dict[int, CallRecord]:
         """As ``Dump.calls``, read once: every stage asks for them, and the whole index has to be read to find them."""
-        if rank not in self._calls:
-            self._calls[rank] = super().calls(rank)
-        return self._calls[rank]
+        return self._calls_and_tables(rank)[0]
+
+    def row_tables(self, rank: int) -> dict[int, RowsRecord]:
+        """As ``Dump.row_tables``, found in the same reading of the index."""
+        return self._calls_and_tables(rank)[1]
+
+    def _calls_and_tables(self, rank: int) -> tuple[dict[int, CallRecord], dict[int, RowsRecord]]:
+        if rank not in self._small:
+            calls, tables = dict[int, CallRecord](), dict[int, RowsRecord]()
+            for record in self.index(rank):
+                if isinstance(record, CallRecord):
+                    calls[record.call] = record
+                elif isinstance(record, RowsRecord):
+                    tables[record.table] = record
+            self._small[rank] = calls, tables
+        return self._small[rank]
 
     def load(self, rank: int, record: TensorRecord | WeightRecord) -> Tensor:
         """The values of a record.
