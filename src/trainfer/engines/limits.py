@@ -10,7 +10,7 @@ class EngineLimits:
     max_num_seqs: int = 256
     """Sequences that decode together."""
     max_num_batched_tokens: int = 8192
-    """Tokens of one prefill pass; a longer prompt is prefilled alone."""
+    """Tokens of one prefill pass; a longer prompt is prefilled alone, on a CPU in chunks of no more (but of at least 16)."""
     block_size: int = 16
     """Tokens of one cache block."""
     cache_tokens: int | None = None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trainfer.engines.builtin.chunks import chunk_tokens, prefill_chunks
 from trainfer.engines.builtin.cpu_program import Decoder
 from trainfer.engines.builtin.decode import DecodeSlots
 from trainfer.engines.builtin.kv_cache import PagedCache, PrefillPlan
@@ -34,7 +35,11 @@ class GenerateCall:
         requests: Sequence[GenerationRequest],
         max_num_seqs: int,
         decoder: Decoder,
+        *,
+        longest_pass: int | None = None,
     ) -> None:
+        """Begin a call; a prompt of more than ``longest_pass`` tokens runs in chunks of no more (None: never)."""
+        self._longest_pass = longest_pass
         self._model = model
         self._decoder = decoder
         self._device = device
@@ -83,6 +88,9 @@ class GenerateCall:
 
     def _run_passes(self, passes: Sequence[PrefillPass]) -> Tensor:
         """Logits ``[passes, V]`` of each pass's last row; keys and values go to the cache."""
+        if self._longest_pass is not None and len(passes[0].token_ids) > self._longest_pass:
+            assert len(passes) == 1, "the scheduler runs a prompt above the limit by itself"
+            return self._run_chunks(passes[0], self._longest_pass)
         batch = pack_prompts([item.token_ids for item in passes], device=self._device)
         rows = [row for item in passes for row in self._cache.rows_of(item.blocks, 0, len(item.token_ids))]
         idle = batch.input_ids.shape[1] - len(rows)
@@ -99,6 +107,20 @@ class GenerateCall:
             attention_plan=plan,
         )
         return output.logits[0, : len(passes)]
+
+    def _run_chunks(self, item: PrefillPass, longest: int) -> Tensor:
+        """Logits ``[1, V]`` of the last row of a pass that is too long for one forward."""
+        logits_1V = torch.empty(0)
+        for chunk in prefill_chunks(item.token_ids, self._cache, item.blocks, chunk_tokens(longest)):
+            output = self._model(
+                input_ids=chunk.input_ids,
+                position_ids=chunk.position_ids,
+                use_cache=False,
+                logits_to_keep=chunk.kept_rows,
+                attention_plan=chunk.plan,
+            )
+            logits_1V = output.logits[0, :1]
+        return logits_1V
 
     def _draw(self, logits_BV: Tensor, sequences: tuple[Tracked, ...]) -> list[Tracked]:
         """Draw, append, and return the finished sequences."""

@@ -154,8 +154,15 @@ class BuiltinEngine:
         """Tensors of a call, with a cache of at least ``num_blocks``."""
         if self._cache is None or self._cache.num_blocks < num_blocks:
             self._cache = PagedCache(num_blocks, self._limits.block_size)
+        on_cpu = self._device.type == "cpu"
         return GenerateCall(
-            self._model, self._device, self._cache, requests, self._limits.max_num_seqs, self._decoder
+            self._model,
+            self._device,
+            self._cache,
+            requests,
+            self._limits.max_num_seqs,
+            self._decoder,
+            longest_pass=self._limits.max_num_batched_tokens if on_cpu else None,
         )
 
     def _cache_tokens(self) -> int | None:
