@@ -21,6 +21,8 @@ from trainfer.plan.records import Plan
 
 _GIB = 2**30
 _MAX_LINES = 12
+_MISSING = "???"
+"""verl's mark of a key that must be set; verl itself says so."""
 
 
 def check_plan(words: Sequence[str], version: str, *, prompts_only: bool) -> Plan | None:

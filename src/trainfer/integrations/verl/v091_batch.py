@@ -146,8 +146,9 @@ def packed_part(sequences: Sequence[Sequence[int]], *, rank: int, parts: int, wi
 
 
 def flag(batch: Any, key: str, *, default: bool) -> bool:
-    """A setting that travels with a batch."""
-    if not isinstance(batch, Mapping) and not hasattr(batch, "get"):
-        return default
-    value = batch.get(key, default)
+    """A setting that travels with a batch, or with the names of one that lies elsewhere (``KVBatchMeta`` of V1)."""
+    settings = getattr(batch, "extra_info", None)
+    if not isinstance(settings, Mapping):
+        settings = batch
+    value = settings.get(key, default)
     return bool(getattr(value, "data", value))
