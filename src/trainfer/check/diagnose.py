@@ -16,12 +16,14 @@ from trainfer.check.compare.joined import join_sides
 from trainfer.check.compare.records import Comparison, Verdict
 from trainfer.check.compare.run import run_stages
 from trainfer.check.compare.source import ReadableSide
+from trainfer.check.explain.facts import side_facts
 from trainfer.check.explain.records import Cause, Explanation, FirstDivergence
 from trainfer.check.explain.tokens import Decode
 from trainfer.check.explain.verdict import explain
 from trainfer.check.replay.judged import judge_again
 from trainfer.check.replay.records import Replay
 from trainfer.check.replay.run import replay
+from trainfer.check.replay.trials import find_causes
 from trainfer.check.report.comparison import ReportNames, render_comparison
 from trainfer.check.report.document import Document, document, encode
 from trainfer.check.report.tables import rows_of, write_csv, write_xlsx
@@ -127,7 +129,10 @@ def diagnose(
     replayed = None if model is None else replay(rollout, train, None, model, joined=joined)
     again = None if replayed is None else partial(judge_again, replay=replayed)
     comparison = run_stages(rollout, train, joined=joined, judge_again=again)
-    explanation = explain(comparison, decode=decode, texts=texts)
+    if replayed is not None and model is not None:
+        replayed = find_causes(joined, model, replayed)
+    facts = side_facts(rollout, joined.names), side_facts(train, joined.names)
+    explanation = explain(comparison, replay=replayed, facts=facts, decode=decode, texts=texts)
     return Diagnosis(
         explanation=explanation,
         replay=replayed,

@@ -2,7 +2,8 @@
 
 Takes a comparison; gives the first stage that diverged and, within it, the first module in the order of
 execution that is further off than its own inputs explain. A module that contains the fault, or comes after it,
-inherits it and is not first. There is no replay here; where one is at hand, it decides.
+inherits it and is not first. Where a replay is at hand, it decides: the first module that introduces more than its
+measured floor on either side.
 """
 
 import numpy as np
@@ -17,13 +18,34 @@ from trainfer.check.compare.records import (
     WeightFinding,
 )
 from trainfer.check.explain.records import FirstDivergence, Token
+from trainfer.check.replay.records import Replay
 
 
-def first_divergence(comparison: Comparison) -> FirstDivergence | None:
+def first_divergence(comparison: Comparison, replay: Replay | None = None) -> FirstDivergence | None:
     """The first divergence, or None where no stage diverged."""
     for stage in comparison.stages:
         if stage.status is Status.DIVERGED:
-            return _IN_STAGE[stage.name](comparison)
+            replayed = _in_replay(replay) if stage.name == "modules" and replay is not None else None
+            return replayed or _IN_STAGE[stage.name](comparison)
+    return None
+
+
+def _in_replay(replay: Replay) -> FirstDivergence | None:
+    """The first module that introduces more than its floor, with the rows that do."""
+    for item in sorted(replay.modules, key=lambda module: module.order):
+        if not max(item.factors) > 1:
+            continue
+        off = (item.introduced_rollout > item.floors[0].value) | (
+            item.introduced_train > item.floors[1].value
+        )
+        rows = item.rows
+        usable = rows is not None and len(rows) == len(off)
+        return FirstDivergence(
+            stage="modules",
+            module=item.module,
+            tokens=_named(rows, off) if rows is not None and usable else (),
+            pass_name=_first_pass(rows, off) if rows is not None and usable else None,
+        )
     return None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from trainfer.check.compare.records import Comparison, LogprobFit, LogprobResult, Status
-from trainfer.check.explain.fixes import fix_for
+from trainfer.check.explain.fixes import make_cause
 from trainfer.check.explain.records import Cause
 
 _FILTERS = {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
@@ -116,12 +116,11 @@ def _from_ratio(result: LogprobResult) -> list[Cause]:
 
 
 def _cause(cause: str, share: float | None, evidence: list[str]) -> Cause:
-    return Cause(
-        cause=cause,
+    return make_cause(
+        cause,
         stage="logprobs",
         module=None,
-        share_explained=share,
+        share=share,
         confirmed=share is not None and share > 0.9,
-        evidence=tuple(evidence),
-        fix=fix_for(cause),
+        evidence=evidence,
     )

@@ -1,7 +1,7 @@
 """What a comparison means, as records; no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainfer.check.compare.records import Comparison, Verdict
 
@@ -32,6 +32,27 @@ class Cause:
     confirmed: bool
     evidence: tuple[str, ...]
     fix: str
+    repair: str = "configuration"
+    """Of which kind the fix is: see ``Repair``."""
+    modules: tuple[str, ...] = ()
+    """All modules in which it was found, in the order of execution."""
+    excluded: tuple[str, ...] = ()
+    """Causes that were considered for the same error, and why they fell."""
+    places: Mapping[str, str] = field(default_factory=dict[str, str])
+    """System (verl, vLLM, Transformers, trainfer) -> the key or the place in its code."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repair:
+    """One thing that can be done about what was found."""
+
+    kind: str
+    """``configuration`` removes the cause; ``execution`` makes both sides compute alike (shared or batch-invariant
+    kernels); ``objective`` corrects for the difference in the loss, and hides it."""
+    cause: str
+    """The cause that it is for; empty: for all that is left."""
+    what: str
+    places: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,3 +67,8 @@ class Explanation:
     comparison: Comparison
     texts: Mapping[int, str]
     """Token id -> its text, where a tokenizer was at hand."""
+    repairs: tuple[Repair, ...] = ()
+    next_steps: tuple[str, ...] = ()
+    """What to run or to do next, the first thing first."""
+    remaining: float | None = None
+    """Mean |Δ log p| that no confirmed cause explains; None without a replay."""

@@ -7,7 +7,7 @@ re-tokenised response is recognised by its shape only, and is then not confirmed
 from collections.abc import Callable, Sequence
 
 from trainfer.check.compare.records import TokenFinding
-from trainfer.check.explain.fixes import fix_for
+from trainfer.check.explain.fixes import make_cause
 from trainfer.check.explain.records import Cause
 
 Decode = Callable[[Sequence[int]], str]
@@ -29,17 +29,7 @@ def token_causes(findings: Sequence[TokenFinding], decode: Decode | None) -> lis
             evidence.append(
                 "the texts are equal" if confirmed else "the texts were not compared: no tokenizer"
             )
-        causes.append(
-            Cause(
-                cause=cause,
-                stage="tokens",
-                module=None,
-                share_explained=None,
-                confirmed=confirmed,
-                evidence=tuple(evidence),
-                fix=fix_for(cause),
-            )
-        )
+        causes.append(make_cause(cause, stage="tokens", module=None, confirmed=confirmed, evidence=evidence))
     return causes
 
 

@@ -1,55 +1,76 @@
-"""From findings to an answer: verdict, first divergence, causes.
+"""From findings to an answer: verdict, first divergence, causes, repairs, the next step.
 
-Takes a comparison; gives an ``Explanation``. Causes that follow from the stages themselves are found here
-(``tokens``, ``weights``, ``logprobs``). A module that differs by itself is named with the cause ``module.unknown``:
-the replay that says more puts its causes in the place of ``_module_causes``.
+Takes a comparison, and where a model was at hand a replay with its trials; gives an ``Explanation``. Causes of the
+stages tokens, weights and logprobs follow from the stages themselves. A module that differs by itself is explained by
+the trials; without a replay by what both sides' manifests and the rows say, unproven; else it is ``module.unknown``.
 """
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from trainfer.check.compare.judge import module_label
 from trainfer.check.compare.records import Comparison, PointResult, Status, Verdict
+from trainfer.check.explain.attributes import cause_from_facts
+from trainfer.check.explain.facts import SideFacts
 from trainfer.check.explain.first import first_divergence, first_point
-from trainfer.check.explain.fixes import fix_for
+from trainfer.check.explain.fixes import make_cause, repairs_for
 from trainfer.check.explain.logprobs import logprob_causes
+from trainfer.check.explain.next_steps import next_steps
 from trainfer.check.explain.records import Cause, Explanation, FirstDivergence
 from trainfer.check.explain.tokens import Decode, token_causes
+from trainfer.check.explain.trials import causes_of_trials, loudest
 from trainfer.check.explain.weights import weight_causes
+from trainfer.check.replay.records import Replay
 
 
 def explain(
-    comparison: Comparison, *, decode: Decode | None = None, texts: Mapping[int, str] | None = None
+    comparison: Comparison,
+    *,
+    replay: Replay | None = None,
+    facts: tuple[SideFacts, SideFacts] | None = None,
+    decode: Decode | None = None,
+    texts: Mapping[int, str] | None = None,
 ) -> Explanation:
     """Say what a comparison means.
 
     Args:
         comparison: What the stages found.
+        replay: What either side introduced, and the trials, where a model was at hand.
+        facts: What both sides (rollout, train) say of themselves.
         decode: Token ids -> text, where a tokenizer is at hand.
         texts: Text of each token id, for reports.
     """
-    first = first_divergence(comparison)
-    causes = [
+    first = first_divergence(comparison, replay)
+    causes = (
         *token_causes(comparison.tokens, decode),
         *weight_causes(comparison),
-        *_module_causes(comparison),
+        *_module_causes(comparison, replay, facts),
         *logprob_causes(comparison),
         *_batch_causes(comparison),
-    ]
-    verdict, why = _verdict(comparison, first)
+    )
+    verdict, why = _verdict(comparison, first, replay)
+    result = comparison.logprobs
+    differs = result is not None and bool(np.any(result.difference != 0))
     return Explanation(
         verdict=verdict,
         why=why,
         first_divergence=first,
-        causes=tuple(causes),
+        causes=causes,
         comparison=comparison,
         texts=texts or {},
+        repairs=repairs_for(causes, differs=differs),
+        next_steps=next_steps(verdict, causes, comparison, replayed=replay is not None),
+        remaining=None if replay is None else replay.remaining,
     )
 
 
-def _verdict(comparison: Comparison, first: FirstDivergence | None) -> tuple[Verdict, str]:
+def _verdict(
+    comparison: Comparison, first: FirstDivergence | None, replay: Replay | None
+) -> tuple[Verdict, str]:
     statuses = {stage.name: stage.status for stage in comparison.stages}
     if first is not None:
-        where = f" in {first.module}" if first.module is not None else ""
+        where = f" in {first.module or 'the model itself'}" if first.module is not None else ""
         count = f", {len(first.tokens)} tokens" if first.tokens else ""
         return Verdict.DIVERGED, f"the two sides diverge at stage {first.stage}{where}{count}"
     incomplete = comparison.coverage.incomplete
@@ -70,8 +91,18 @@ def _verdict(comparison: Comparison, first: FirstDivergence | None) -> tuple[Ver
             return Verdict.INCOMPARABLE, comparison.stage("weights").summary
         return Verdict.INCOMPARABLE, f"nothing could be compared: {_why_nothing(comparison)}"
     if Status.ROUNDING in statuses.values():
-        return Verdict.ROUNDING, "the two sides agree within rounding"
+        return Verdict.ROUNDING, f"the two sides agree within rounding{_factor(replay)}"
     return Verdict.EQUAL, "the two sides are equal bit for bit in everything that was compared"
+
+
+def _factor(replay: Replay | None) -> str:
+    """How close the nearest module comes to its floor."""
+    found = None if replay is None else loudest(replay)
+    if replay is None or found is None:
+        return ""
+    module, factor = found
+    text = f": each of {len(replay.modules)} replayed modules introduces at most {factor:.2f} times its measured noise floor"
+    return f"{text} ({module.module or 'the model itself'})"
 
 
 def _why_nothing(comparison: Comparison) -> str:
@@ -83,48 +114,44 @@ def _why_nothing(comparison: Comparison) -> str:
     return f"{coverage.rows_rollout} rows in the rollout, {coverage.rows_train} in training"
 
 
-def _module_causes(comparison: Comparison) -> list[Cause]:
-    """The first module that is off by itself, its cause unknown without a replay."""
-    if comparison.stage("modules").status is not Status.DIVERGED:
-        return []
+def _module_causes(
+    comparison: Comparison, replay: Replay | None, facts: tuple[SideFacts, SideFacts] | None
+) -> list[Cause]:
+    """Causes of modules that are off by themselves."""
     found = first_point(comparison)
-    if found is None:
+    if (
+        found is not None
+        and found[0].point.part == "index"
+        and comparison.stage("modules").status is Status.DIVERGED
+    ):
+        return [
+            _routing(found[0], int(found[1].sum())),
+            *([] if replay is None else causes_of_trials(replay)),
+        ]
+    if replay is not None and replay.trials:
+        return causes_of_trials(replay)
+    if comparison.stage("modules").status is not Status.DIVERGED or found is None:
         return []
     result, rows = found
-    if result.point.part == "index":
-        return [_routing(result, int(rows.sum()))]
     metrics = result.metrics
-    evidence = [
+    evidence = (
         f"{int(rows.sum())} of {len(rows)} rows are off by themselves; worst relative error {result.worst:.3g}, "
         f"rounding allows {result.tolerance:.3g}",
         f"max |d| {metrics.max_abs:.4g}, cosine {metrics.cosine:.6f}, {result.dtypes[0]} against {result.dtypes[1]}",
         *result.notes,
-    ]
-    return [
-        Cause(
-            cause="module.unknown",
-            stage="modules",
-            module=result.point.module,
-            share_explained=None,
-            confirmed=False,
-            evidence=tuple(evidence),
-            fix=fix_for("module.unknown"),
-        )
-    ]
+    )
+    known = None if facts is None else cause_from_facts(comparison, result, rows, facts, evidence)
+    module = result.point.module
+    if known is not None:
+        return [known]
+    return [make_cause("module.unknown", stage="modules", module=module, confirmed=False, evidence=evidence)]
 
 
 def _routing(result: PointResult, flipped: int) -> Cause:
     """Whole numbers that a module gives are choices: other experts."""
     text = f"{flipped} of {len(result.errors)} rows choose other experts; what follows in these rows is a consequence"
-    return Cause(
-        cause="moe.routing",
-        stage="modules",
-        module=result.point.module,
-        share_explained=None,
-        confirmed=False,
-        evidence=(text,),
-        fix=fix_for("moe.routing"),
-    )
+    module = result.point.module
+    return make_cause("moe.routing", stage="modules", module=module, confirmed=False, evidence=(text,))
 
 
 def _batch_causes(comparison: Comparison) -> list[Cause]:
@@ -136,13 +163,11 @@ def _batch_causes(comparison: Comparison) -> list[Cause]:
     text = f"{module_label(first)}: {int((first.errors > 0).sum())} of {len(first.errors)} repeated rows changed, "
     text += f"max |d| {first.metrics.max_abs:.3g}"
     return [
-        Cause(
-            cause="shape.batch",
+        make_cause(
+            "shape.batch",
             stage="batch_shape",
             module=first.point.module,
-            share_explained=None,
             confirmed=True,
             evidence=(text,),
-            fix=fix_for("shape.batch"),
         )
     ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from trainfer.check.compare.records import Comparison, Stage, WeightFinding
 from trainfer.check.explain.first import first_weight
-from trainfer.check.explain.fixes import fix_for
+from trainfer.check.explain.fixes import make_cause
 from trainfer.check.explain.records import Cause
 
 _FUSED_PARTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
@@ -48,14 +48,14 @@ def _cause(cause: str, members: Sequence[WeightFinding], comparison: Comparison)
     evidence = [_evidence(finding) for finding in members[:_MAX_NAMED]]
     if len(members) > _MAX_NAMED:
         evidence.append(f"and {len(members) - _MAX_NAMED} more")
-    return Cause(
-        cause=cause,
+    modules = dict.fromkeys(finding.module for finding in members)
+    return make_cause(
+        cause,
         stage="weights",
         module=members[0].module,
-        share_explained=None,
         confirmed=True,
-        evidence=tuple(evidence),
-        fix=fix_for(cause),
+        evidence=evidence,
+        modules=tuple(modules),
     )
 
 
@@ -78,12 +78,10 @@ def _evidence(finding: WeightFinding) -> str:
 
 
 def _staleness(stage: Stage) -> Cause:
-    return Cause(
-        cause="policy.staleness",
+    return make_cause(
+        "policy.staleness",
         stage="weights",
         module=None,
-        share_explained=None,
         confirmed=stage.status.value == "diverged",
         evidence=(stage.summary, "rows of different policies are not compared: this is no mismatch"),
-        fix=fix_for("policy.staleness"),
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainfer.check.replay.hypotheses import Hypothesis, first_bad
-from trainfer.check.replay.trials_attention import Change, causal, run_core
+from trainfer.check.replay.trials_attention import Change, Core, causal, run_core
 from trainfer.check.replay.trials_cores import AttentionFacts, attempt
 from trainfer.check.replay.trials_sites import Attempt, Site
 
@@ -108,39 +108,41 @@ def quantised_attempts(facts: AttentionFacts) -> Iterator[Attempt]:
 
 
 def seam_attempts(site: Site, facts: AttentionFacts, bad: Sequence[np.ndarray]) -> Iterator[Attempt]:
-    """A key near a seam is lost, doubled or empty from some row on."""
-    firsts = sorted({f for f in (first_bad(errors, site.floor) for errors in bad) if f is not None})
-    for first in firsts[:3]:
-        for key in sorted({first - 2, first - 1, first, 0} & set(range(first + 1))):
-            lost = Change(
-                visible=lambda rows, keys, k=key, f=first: (
-                    causal(rows, keys, facts.cores[0].window) & ~((keys == k) & (rows >= f) & (rows != k))
-                )
-            )
-            text = f"from row {first} on position {key} is not seen"
-            yield attempt(facts, "kv_cache.seam", lost, text, row=first, key=key)
-            for what, how in (("empty", _blank), ("that of the position before", _copied)):
-                changes = [
-                    Change(
-                        keys=lambda t, k=key, h=how: h(t, k),
-                        values=lambda t, k=key, h=how: h(t, k),
-                        rows=torch.arange(len(core.q_THK)) >= first,
-                    )
-                    for core in facts.cores
-                ]
-                text = f"from row {first} on position {key} of the cache is {what}"
-                yield attempt(facts, "kv_cache.seam", changes, text, row=first, key=key)
+    """A key near a seam is lost, doubled or empty from some row on; the seam is where rows begin to be off."""
+    firsts = [first_bad(errors, site.floor) for errors in bad]
+    if not any(first is not None for first in firsts):
+        return
+    shown = min(first for first in firsts if first is not None)
+    ways = {"is not seen": _lost, "is empty in the cache": _blank, "holds the position before it": _copied}
+    for back in (1, 0, 2, None):
+        for text, way in ways.items():
+            changes = [
+                Change() if first is None else way(core, first, 0 if back is None else max(first - back, 0))
+                for core, first in zip(facts.cores, firsts, strict=True)
+            ]
+            key = "position 0" if back is None else f"position {max(shown - back, 0)}"
+            words = f"from row {shown} on {key} {text}"
+            yield attempt(facts, "kv_cache.seam", changes, words, row=shown)
 
 
-def _blank(t: Tensor, key: int) -> Tensor:
-    changed = t.clone()
-    if key < len(t):
-        changed[key] = 0
-    return changed
+def _lost(core: Core, first: int, key: int) -> Change:
+    return Change(
+        visible=lambda rows, keys: (
+            causal(rows, keys, core.window) & ~((keys == key) & (rows >= first) & (rows != key))
+        )
+    )
 
 
-def _copied(t: Tensor, key: int) -> Tensor:
-    changed = t.clone()
-    if 0 < key < len(t):
-        changed[key] = t[key - 1]
-    return changed
+def _blank(core: Core, first: int, key: int) -> Change:
+    def blank(t: Tensor) -> Tensor:
+        return torch.where((torch.arange(len(t)) == key)[:, None, None], torch.zeros_like(t), t)
+
+    return Change(keys=blank, values=blank, rows=torch.arange(len(core.q_THK)) >= first)
+
+
+def _copied(core: Core, first: int, key: int) -> Change:
+    def copied(t: Tensor) -> Tensor:
+        place = (torch.arange(len(t)) == key)[:, None, None]
+        return torch.where(place, t[max(key - 1, 0)], t)
+
+    return Change(keys=copied, values=copied, rows=torch.arange(len(core.q_THK)) >= first)

@@ -156,38 +156,46 @@ def _scale(site: Site, facts: AttentionFacts) -> Iterator[Attempt]:
 
 
 def _merge(site: Site, facts: AttentionFacts, bad: Sequence[np.ndarray]) -> Iterator[Attempt]:
-    """Two parts of the context, each right, put together with wrong weights."""
-    firsts = sorted({f for f in (first_bad(errors, site.floor) for errors in bad) if f})
-    for first in firsts[:3]:
-        for split in (first, first + 1):
-            made = [_on_the_line(site, number, core, split) for number, core in enumerate(facts.cores)]
-            if any(item is None for item in made):
-                continue
-            rows = [item[0] for item in made if item is not None]
-            text = f"each head's row lies on the line between its attention over positions below {split} and from {split} on, "
-            text += f"with other weights than their sums' (one number a head and row explains {facts.cores[0].q_THK.shape[2]})"
-            yield Attempt(
-                hypothesis=Hypothesis(
-                    cause="attention.merge", parameters={"split": float(split)}, evidence=(text,)
-                ),
-                predicted=tuple(rows),
-            )
+    """Two parts of the context, each right, put together with wrong weights; the split is where rows begin to be off."""
+    firsts = [first_bad(errors, site.floor) for errors in bad]
+    if not any(firsts) or facts.cores[0].q_THK.shape[2] < _MIN_FEATURES:
+        return
+    predicted: list[Tensor] = []
+    for number, (core, first) in enumerate(zip(facts.cores, firsts, strict=True)):
+        rows = site.rows(site.usable()[number])
+        assert rows is not None
+        if first is None or first == 0:
+            predicted.append(run_core(core))
+            continue
+        tried = [_on_the_line(rows[1], core, split) for split in (first, first + 1)]
+        predicted.append(min(tried, key=lambda made: float((made - rows[1])[rows[2]].square().sum())))
+    splits = sorted({first for first in firsts if first})
+    text = (
+        f"each head's row lies on the line between its attention over positions before and after {splits[0]}"
+    )
+    text += "" if len(splits) == 1 else f" (in other sequences up to {splits[-1]})"
+    text += f", with other weights than their sums': one number a head and row explains {facts.cores[0].q_THK.shape[2]}"
+    yield Attempt(
+        hypothesis=Hypothesis(
+            cause="attention.merge", parameters={"split": float(splits[0])}, evidence=(text,)
+        ),
+        predicted=tuple(predicted),
+    )
 
 
-def _on_the_line(site: Site, number: int, core: Core, split: int) -> tuple[Tensor] | None:
-    rows = site.rows(site.usable()[number])
-    assert rows is not None
-    if core.q_THK.shape[2] < 4:
-        return None
-    first, _, second, _ = parts_at(core, split)
-    captured = rows[1].reshape(first.shape)
+_MIN_FEATURES = 4
+"""Of a head, for one fitted number to prove something."""
+
+
+def _on_the_line(captured_TD: Tensor, core: Core, split: int) -> Tensor:
+    first, second, _, _ = parts_at(core, split)
+    captured = captured_TD.reshape(first.shape)
     along = first - second
-    share = ((captured - second) * along).sum(-1, keepdim=True) / along.square().sum(
-        -1, keepdim=True
-    ).clamp_min(1e-30)
+    size = along.square().sum(-1, keepdim=True).clamp_min(1e-30)
+    share = ((captured - second) * along).sum(-1, keepdim=True) / size
     fitted = second + share * along
     alone = (torch.arange(len(first)) < split)[:, None, None]
-    return (torch.where(alone, first, fitted).reshape(len(first), -1),)
+    return torch.where(alone, first, fitted).reshape(len(first), -1)
 
 
 def _layout(facts: AttentionFacts) -> Iterator[Attempt]:
