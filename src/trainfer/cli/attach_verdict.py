@@ -66,12 +66,9 @@ def _refuse_others(plan: Plan) -> None:
         ("actor_rollout_ref.actor.strategy", ("fsdp", "fsdp2")),
     ):
         row = plan.values.get(key)
-        if (
-            row is not None
-            and isinstance(row.value, str)
-            and row.unknown is None
-            and row.value not in allowed
-        ):
+        if row is None or row.unknown is not None or row.value == _MISSING:
+            continue
+        if row.value not in allowed:
             raise CaptureError(
                 f"{key}={row.value} ({row.source}): trainfer attach knows {' and '.join(allowed)} there, and nothing else"
             )
