@@ -11,7 +11,7 @@ export RAY_AUTH_MODE ?= disabled
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-msprobe demo test test-slow test-vllm test-msprobe check fix bench docs gpu clean
+.PHONY: help setup setup-vllm setup-msprobe setup-verl demo test test-slow test-vllm test-msprobe test-verl check fix bench docs gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,15 +42,30 @@ setup-msprobe: .venv-msprobe/bin/msprobe  ## msProbe in an environment of its ow
 test-msprobe: $(READY) .venv-msprobe/bin/msprobe  ## the tests that need msProbe
 	$(BIN)/python -m pytest -m msprobe
 
+VERL_READY := .venv-verl091/.ready
+
+$(VERL_READY): $(READY) pyproject.toml tests/verl/requirements-verl091.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	test -x .venv-verl091/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv-verl091
+	$(BIN)/uv pip install --quiet --python .venv-verl091/bin/python $(addprefix --find-links ,$(PIP_FIND_LINKS)) --override tests/verl/overrides-verl091.txt -r tests/verl/requirements-verl091.txt
+	$(BIN)/uv pip install --quiet --python .venv-verl091/bin/python --no-deps tests/verl/vllm_name tests/verl/cpu_help -e .
+	.venv-verl091/bin/python -m compileall -q .venv-verl091/lib/python3*/site-packages/ray >/dev/null || true
+	@touch $@
+
+setup-verl: $(VERL_READY)  ## verl 0.9.1 and vLLM on the CPU in an environment of their own (4 GB)
+
+test-verl: $(VERL_READY)  ## whole stock verl runs under trainfer attach (3 minutes a run on free cores)
+	$(BIN)/python -m pytest -m verl tests/verl
+
 demo: $(READY)  ## train a tiny model by GRPO on this machine, anew in runs/demo, and write its report
 	rm -rf runs/demo
 	$(BIN)/trainfer train examples/tiny_cpu.yaml trainer.default_local_dir=runs/demo
 
 test: $(READY)  ## the test suite without the slow tests
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not vllm'
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not vllm and not verl'
 
 test-slow: $(READY)  ## the tests that take minutes
-	$(BIN)/python -m pytest -n 2 -m 'slow and not gpu and not vllm'
+	$(BIN)/python -m pytest -n 2 -m 'slow and not gpu and not vllm and not verl'
 
 test-vllm: $(VLLM_READY)  ## the tests that need vLLM (about 6 minutes)
 	$(BIN)/python -m pytest -m vllm tests/vllm
