@@ -77,7 +77,7 @@ def score_case(
         seconds: Wall time.
     """
     ratio = gap / noise if noise > 0 and gap == gap else None
-    counted = case.magnitude is None or _is_state(expected) or (ratio is not None and ratio >= COUNTED_RATIO)
+    counted = not case.has_size or _is_state(expected) or (ratio is not None and ratio >= COUNTED_RATIO)
     found = [cause for cause in answer.causes if family(cause) != "shape" or _wants_shape(expected)]
     first = expected[0]
     named = [item for item in expected if item.modules]

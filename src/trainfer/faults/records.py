@@ -64,6 +64,17 @@ def family(cause: str) -> str:
     return cause.partition(".")[0]
 
 
+PRECISION = (
+    "norm.precision",
+    "head.dtype",
+    "kv_cache.quantized",
+    "attention.backend",
+    "rope.dtype",
+    "logprob.path",
+)
+"""Causes whose size is a dtype's: beside a model of that dtype they drown in its noise."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """One fault with one seed."""
@@ -77,6 +88,11 @@ class Case:
     """``rollout`` or ``train``: where the fault is planted."""
     layer: int
     magnitude: float | None
+
+    @property
+    def has_size(self) -> bool:
+        """Larger or smaller by a number, or by the dtype in which something is computed."""
+        return self.magnitude is not None or self.cause in PRECISION
 
     @property
     def title(self) -> str:

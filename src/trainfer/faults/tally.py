@@ -92,11 +92,7 @@ def tally(scores: Scores) -> Tally:
     """Add up."""
     counted = [outcome for outcome in scores.outcomes if outcome.counted]
     causes = dict.fromkeys(outcome.case.cause for outcome in scores.outcomes)
-    sized = [
-        outcome
-        for outcome in scores.outcomes
-        if outcome.case.magnitude is not None and outcome.ratio is not None
-    ]
+    sized = [outcome for outcome in scores.outcomes if outcome.case.has_size and outcome.ratio is not None]
     bands = [
         _line(_band_name(low, high), [o for o in sized if o.ratio is not None and low <= o.ratio < high])
         for low, high in BANDS

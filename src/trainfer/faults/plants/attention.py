@@ -173,7 +173,8 @@ def plant_weights_in_bf16(pair: Pair) -> Sequence[Expected]:
     """A kernel computes the softmax in bfloat16."""
 
     def soft(call: Call) -> Tensor:
-        weights = call.scores().bfloat16().softmax(-1)
+        lowest = torch.finfo(torch.bfloat16).min
+        weights = call.scores().clamp(min=lowest).bfloat16().softmax(-1)
         return weights.to(call.query.dtype) @ call.values()
 
     return [Expected(cause="attention.backend", modules=(_plant(pair, soft),))]

@@ -108,7 +108,7 @@ def plant_cached_copy(pair: Pair) -> Sequence[Expected]:
 
     replace_forward(linear, forward)
     _steps(pair, 2, pair.size, lambda _, __: False)
-    return [Expected(cause="weights.cached_copy", modules=(name,), first_step=1)]
+    return [Expected(cause="weights.cached_copy", modules=(name,))]
 
 
 def plant_buffer_lost(pair: Pair) -> Sequence[Expected]:
