@@ -21,7 +21,7 @@ SAFETY = 3.0
 """The factor between the largest error seen in the sample and the noise floor."""
 SAMPLE_ROWS = 48
 SAMPLE_SEQUENCES = 2
-SINGLE_ROWS = 6
+SINGLE_ROWS = 2
 UNIT = {"F64": 2.0**-53, "F32": 2.0**-24, "F16": 2.0**-11, "BF16": 2.0**-8 / 2}
 """Half the distance of 1 and the next number: no floor is below the rounding of the result itself."""
 
@@ -41,12 +41,26 @@ def sample_of(addresses: Addresses, *, whole_sequences: bool) -> Addresses:
 
 
 def measure(
-    executor: SideExecutor, name: str, prepared: Prepared, sample: Addresses, manner: Manner
+    executor: SideExecutor,
+    name: str,
+    prepared: Prepared,
+    sample: Addresses,
+    manner: Manner,
+    *,
+    every_variant: bool,
 ) -> dict[str, tuple[float, tuple[str, ...]]]:
     """Place -> (largest relative error of a row times ``SAFETY``, the variants that were run).
 
+    Args:
+        executor: Runs modules on one side's rows.
+        name: The module.
+        prepared: What was found out about it.
+        sample: The rows.
+        manner: How the side ran it.
+        every_variant: False runs it once, as the model computes.
+
     Raises:
-        Exception: whatever the module raises in the side's dtype; the caller reports it.
+        MissingRowsError: an input was not captured.
     """
     exact = executor.run(name, prepared, sample, Manner())
     native = replace(manner, wide=False)
@@ -58,6 +72,8 @@ def measure(
             if place in exact:
                 errors = row_errors(values, exact[place][torch.from_numpy(rows)])
                 worst[place] = max(worst[place], float(errors.max(initial=0.0)))
+        if not every_variant:
+            break
     return {place: (SAFETY * value, tuple(variants)) for place, value in worst.items()}
 
 

@@ -23,6 +23,7 @@ class Captured:
         self._points = joined.points[side]
         self._pairs = {pair.point: pair for pair in joined.join.pairs}
         self._kinds = kinds
+        self._by_call: dict[Point, dict[tuple[int, int], Source]] = {}
         self._special = {rule.module for rule in joined.names.output_is_input_of}
         entries = joined.sides[side].manifest.modules
         self._own_kinds = {canonical(entry.name, joined.names): entry.kind for entry in entries}
@@ -42,7 +43,9 @@ class Captured:
 
     def by_call(self, point: Point) -> dict[tuple[int, int], Source]:
         """(rank, call) -> source."""
-        return by_call(self.sources(point))
+        if point not in self._by_call:
+            self._by_call[point] = by_call(self.sources(point))
+        return self._by_call[point]
 
     def _is_same_kind(self, module: str) -> bool:
         kind = self._kinds.get(module)

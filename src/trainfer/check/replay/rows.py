@@ -22,6 +22,9 @@ from trainfer.check.dump.records import MISSING, SequenceRecord, Task
 
 Ints = NDArray[np.int64]
 HELD_BYTES = 256 * 2**20
+WHOLE_BYTES = 32 * 2**20
+"""A place whose values are no more is read once."""
+_LOW_BITS = (1 << 40) - 1
 
 
 class MissingRowsError(Exception):
@@ -50,6 +53,37 @@ class Addresses:
         )
 
 
+class _Whole:
+    """All captured rows of one place."""
+
+    def __init__(self, calls: Ints, names: Ints, rows: Tensor) -> None:
+        self._rows = rows
+        self._calls, call_places = np.unique(calls, return_inverse=True)
+        self._names, name_places = np.unique(names, return_inverse=True)
+        codes = call_places.reshape(-1) * len(self._names) + name_places.reshape(-1)
+        self._order = np.argsort(codes, kind="stable")
+        self._codes = codes[self._order]
+        self.nbytes = rows.nbytes + 40 * len(codes)
+
+    def take(self, wanted: Addresses, what: str) -> Tensor:
+        """Rows in the order of the addresses."""
+        call = _places(self._calls, wanted.ranks << 40 | wanted.calls)
+        name = _places(self._names, wanted.sequences << 32 | wanted.positions)
+        if call is not None and name is not None:
+            places = _places(self._codes, call * len(self._names) + name)
+            if places is not None:
+                return self._rows.index_select(0, torch.from_numpy(self._order[places]))
+        raise MissingRowsError(f"{what} was not captured for every row")
+
+
+def _places(known: Ints, wanted: Ints) -> Ints | None:
+    """Where each wanted number stands in a sorted array; None where one is not there."""
+    if not len(known):
+        return None
+    places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    return places if (known[places] == wanted).all() else None
+
+
 class SideRows:
     """One side's rows."""
 
@@ -58,6 +92,7 @@ class SideRows:
         self._raw = raw
         self._sorted: dict[TableId, tuple[Ints, Ints]] = {}
         self._held: OrderedDict[tuple[object, ...], Tensor] = OrderedDict()
+        self._wholes: OrderedDict[int, _Whole | None] = OrderedDict()
         self._sequences = sequences
         self._calls: dict[TableId, int] = {
             (rank, number): record.call
@@ -79,20 +114,17 @@ class SideRows:
 
     def tokens(self, addresses: Addresses) -> Ints:
         """Token ids of rows; raises where some row is in no table."""
-        codes, every, tokens = self._index()
-        wanted = _codes(addresses)
-        places = np.searchsorted(codes, wanted)
-        places = np.minimum(places, max(len(codes) - 1, 0))
-        if len(codes) == 0 or (codes[places] != wanted).any():
+        codes, _, tokens = self._index()
+        places = _places(codes, _codes(addresses))
+        if places is None:
             raise MissingRowsError("some rows stand in no row table")
-        del every
         return tokens[places]
 
     def fetch(self, sources: Mapping[tuple[int, int], Source], addresses: Addresses, what: str) -> Tensor:
         """Rows ``[n, width]`` in the stored dtype, in the order of the addresses.
 
         Args:
-            sources: (rank, call) -> what holds the point's rows in that call.
+            sources: (rank, call) -> what holds the point's rows in that call; one object per place.
             addresses: The rows.
             what: The point, for messages.
 
@@ -100,15 +132,17 @@ class SideRows:
             MissingRowsError: a row of it was not captured.
             DamagedRecordError: its bytes are not whole.
         """
-        pairs = np.stack([addresses.ranks, addresses.calls], axis=1)
-        distinct, inverse = np.unique(pairs, axis=0, return_inverse=True)
-        inverse = inverse.reshape(-1)
+        whole = self._whole(sources, what)
+        if whole is not None:
+            return whole.take(addresses, what)
+        names = addresses.ranks << 40 | addresses.calls
+        distinct, inverse = np.unique(names, return_inverse=True)
         result: Tensor | None = None
-        for number, (rank, call) in enumerate(distinct.tolist()):
-            source = sources.get((rank, call))
+        for number, name in enumerate(distinct.tolist()):
+            source = sources.get((name >> 40, name & _LOW_BITS))
             if source is None:
                 raise MissingRowsError(f"{what} was not captured in every call")
-            places = np.flatnonzero(inverse == number)
+            places = np.flatnonzero(inverse.reshape(-1) == number)
             rows = self._values(source, what)
             slots = self._slots(source, addresses.take(places), what)
             if len(slots) and int(slots.max()) >= len(rows):
@@ -121,16 +155,48 @@ class SideRows:
             raise MissingRowsError(f"{what}: no rows")
         return result
 
+    def _whole(self, sources: Mapping[tuple[int, int], Source], what: str) -> "_Whole | None":
+        """All rows of a place in one matrix, where they are few enough."""
+        key = id(sources)
+        if key not in self._wholes:
+            self._wholes[key] = self._gathered(sources, what)
+            while len(self._wholes) > 1 and sum(w.nbytes for w in self._wholes.values() if w) > HELD_BYTES:
+                self._wholes.popitem(last=False)
+        self._wholes.move_to_end(key)
+        return self._wholes[key]
+
+    def _gathered(self, sources: Mapping[tuple[int, int], Source], what: str) -> "_Whole | None":
+        size = sum(r.blob.nbytes for s in sources.values() for r in s.records if r.blob is not None)
+        tables = [(source.rank, source.table) for source in sources.values()]
+        if size > WHOLE_BYTES or any(table not in self._raw.slots for table in tables):
+            return None
+        parts: list[Tensor] = []
+        calls: list[Ints] = []
+        names: list[Ints] = []
+        for (rank, call), source in sources.items():
+            rows = self._read(source, what)
+            table = self._raw.slots[source.rank, source.table][: len(rows)]
+            keep = np.flatnonzero(table["position"] != MISSING)
+            calls.append(np.full(len(keep), rank << 40 | call, dtype=np.int64))
+            names.append(table["sequence"][keep].astype(np.int64) << 32 | table["position"][keep])
+            parts.append(rows if len(keep) == len(rows) else rows.index_select(0, torch.from_numpy(keep)))
+        if len({(part.shape[1], part.dtype) for part in parts}) != 1:
+            return None
+        return _Whole(np.concatenate(calls), np.concatenate(names), torch.cat(parts))
+
     def _values(self, source: Source, what: str) -> Tensor:
-        if source.first.task is not Task.TENSOR:
-            raise MissingRowsError(f"of {what} only {source.first.task.value} was captured")
         key = (source.rank, source.op, source.columns, tuple(record.id for record in source.records))
         if key not in self._held:
-            self._held[key] = source_rows(self.side, source)
+            self._held[key] = self._read(source, what)
             while len(self._held) > 1 and sum(t.nbytes for t in self._held.values()) > HELD_BYTES:
                 self._held.popitem(last=False)
         self._held.move_to_end(key)
         return self._held[key]
+
+    def _read(self, source: Source, what: str) -> Tensor:
+        if source.first.task is not Task.TENSOR:
+            raise MissingRowsError(f"of {what} only {source.first.task.value} was captured")
+        return source_rows(self.side, source)
 
     def _slots(self, source: Source, wanted: Addresses, what: str) -> Ints:
         table = (source.rank, source.table)
@@ -142,9 +208,8 @@ class SideRows:
             order = np.argsort(codes, kind="stable")
             self._sorted[table] = codes[order], order
         codes, order = self._sorted[table]
-        keys = wanted.sequences << 32 | wanted.positions
-        places = np.minimum(np.searchsorted(codes, keys), max(len(codes) - 1, 0))
-        if len(codes) == 0 or (codes[places] != keys).any():
+        places = _places(codes, wanted.sequences << 32 | wanted.positions)
+        if places is None:
             raise MissingRowsError(f"{what} was not captured for every row")
         return order[places]
 

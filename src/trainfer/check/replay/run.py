@@ -5,32 +5,34 @@ the noise floor that the introduced error is held against. One module at a time:
 copy and a few thousand rows. What could not be replayed is named with the reason.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trainfer.check.align.names import canonical, parent_of
+from trainfer.check.align.names import parent_of
 from trainfer.check.align.points import Point
 from trainfer.check.compare.joined import JoinedSides, join_sides
 from trainfer.check.compare.records import Comparison, JoinedRows
 from trainfer.check.compare.source import ReadableSide
 from trainfer.check.dump.reader import DamagedRecordError
-from trainfer.check.probe.names import named_modules
-from trainfer.check.replay.calls import learn_calls
 from trainfer.check.replay.execute import OUTPUT, Manner, Prepared, Reference, SideExecutor, part_names
 from trainfer.check.replay.floors import UNIT, measure, sample_of
 from trainfer.check.replay.inputs import LABELS, Captured, place
-from trainfer.check.replay.modules import contraction_of, operator_of
+from trainfer.check.replay.measured import Measured, Terms, Widest, in_order, norms, widened, widest_of
+from trainfer.check.replay.model import bare_kind, read_model
+from trainfer.check.replay.modules import contraction_of
 from trainfer.check.replay.records import ModuleReplay, NoiseFloor, Replay
 from trainfer.check.replay.reference import SideWeights
 from trainfer.check.replay.rows import Addresses, MissingRowsError, SideRows
 
 CHUNK_BYTES = 64 * 2**20
 MAX_CHUNK = 512
+FULLY_MEASURED = 2
+"""Modules of one kind and dtype whose noise floor is measured with every variant; those after it with one."""
 MAX_WEIGHT_BYTES = 8 * 2**30
 """Of one module's own parameters in float64."""
 
@@ -62,66 +64,11 @@ def replay(
     return _Replayer(both, reference, model).all()
 
 
-def read_model(model: nn.Module, joined: JoinedSides) -> Reference:
-    """Modules by canonical name, and how the model calls them.
-
-    Raises:
-        Exception: whatever the model raises when it runs.
-    """
-    modules = {canonical(name, joined.names): module for name, module in named_modules(model).items()}
-    names_of = {id(module): name for name, module in modules.items()}
-    parts = {
-        name: tuple(names_of[id(child)] for child in module.children()) for name, module in modules.items()
-    }
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return Reference(
-        modules=modules,
-        calls=learn_calls(model, joined.names),
-        operators={name: operator_of(module, name) for name, module in modules.items()},
-        parts=parts,
-        device=device,
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
-    """One place of one module, on the joined rows: vectors in float64, ``[n, width]``."""
-
-    outputs: tuple[Tensor, Tensor]
-    """What the rollout and training captured."""
-    exact: tuple[Tensor, Tensor]
-    """The replay of either side's own input."""
-
-    def introduced(self, side: int) -> Tensor:
-        """Y − f̂(x) of one side."""
-        return self.outputs[side] - self.exact[side]
-
-    @property
-    def inherited(self) -> Tensor:
-        """f̂(x(train)) − f̂(x(rollout))."""
-        return self.exact[1] - self.exact[0]
-
-    @property
-    def difference(self) -> Tensor:
-        """y(train) − y(rollout)."""
-        return self.outputs[1] - self.outputs[0]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Measured:
-    """One place, all rows: relative norms, and either side's raw floor."""
-
-    place: str
-    rows: JoinedRows
-    arrays: tuple[NDArray[np.float64], ...]
-    """Introduced (rollout), introduced (train), inherited, difference."""
-    floors: tuple[NoiseFloor, NoiseFloor]
-
-
 class _Replayer:
     def __init__(self, joined: JoinedSides, reference: Reference, model: nn.Module) -> None:
         self.joined, self.reference = joined, reference
-        kinds = {name: _bare_kind(module) for name, module in reference.modules.items()}
+        self._seen: Counter[tuple[object, ...]] = Counter()
+        kinds = {name: bare_kind(module) for name, module in reference.modules.items()}
         tensors = {
             f"{name}.{local}" if name else local: tensor.detach()
             for name, module in reference.modules.items()
@@ -141,7 +88,7 @@ class _Replayer:
 
     def all(self) -> Replay:
         """Module by module, in execution order."""
-        found: list[tuple[str, list[_Measured], bool]] = []
+        found: list[tuple[str, list[Measured], bool]] = []
         reasons: dict[str, str] = {}
         for name in self._order():
             try:
@@ -151,7 +98,7 @@ class _Replayer:
             except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
                 reasons[name] = f"it could not be run on captured rows: {_line(error)}"
         replayed = {name for name, _, _ in found}
-        widest = _widest([item for _, places, _ in found for item in places])
+        widest = widest_of([item for _, places, _ in found for item in places])
         modules = tuple(
             self._record(name, places, number, replayed, widest)
             for number, (name, places, _) in enumerate(found)
@@ -174,18 +121,18 @@ class _Replayer:
         }
         return sorted(when, key=lambda name: (when[name], name))
 
-    def _module(self, name: str) -> Iterator[_Measured]:
+    def _module(self, name: str) -> Iterator[Measured]:
         prepared = tuple(executor.prepare(name) for executor in self.executors)
         self._check_size(prepared)
         point = self._point(name)
         rows, addresses = self._joined_rows(point, prepared)
         blocks = list(self._terms(name, prepared, addresses, point))
-        floors = [self._floors(name, prepared[side], addresses[side], side) for side in range(2)]
+        floors = self._floors(name, prepared, addresses, point)
         for key in blocks[0][1]:
             if all(key in terms for _, terms in blocks):
                 pair = [self._floor(name, key, side, floors[side][key], addresses[side]) for side in range(2)]
-                arrays = _in_order(len(rows), [(places, terms[key]) for places, terms in blocks])
-                yield _Measured(place=key, rows=rows, arrays=arrays, floors=(pair[0], pair[1]))
+                arrays = in_order(len(rows), [(places, terms[key]) for places, terms in blocks])
+                yield Measured(place=key, rows=rows, arrays=arrays, floors=(pair[0], pair[1]))
 
     def _check_size(self, prepared: Sequence[Prepared]) -> None:
         for one in prepared:
@@ -246,7 +193,7 @@ class _Replayer:
             for key in exact[0]:
                 terms = self.terms(key, exact, parts, point) if key in exact[1] else None
                 if terms is not None:
-                    found[key] = _norms(terms)
+                    found[key] = norms(terms)
             if not found:
                 raise MissingRowsError("nothing that it computes was captured on both sides")
             yield places, found
@@ -294,11 +241,28 @@ class _Replayer:
         return place(part, "input", floats[0] if floats else "index")
 
     def _floors(
-        self, name: str, prepared: Prepared, addresses: Addresses, side: int
-    ) -> dict[str, tuple[float, tuple[str, ...]]]:
-        executor = self.executors[side]
-        sample = sample_of(addresses, whole_sequences=prepared.whole_sequences)
-        return measure(executor, name, prepared, sample, Manner(wide=False, autocast=self._autocast(side)))
+        self,
+        name: str,
+        prepared: Sequence[Prepared],
+        addresses: tuple[Addresses, Addresses],
+        point: Point,
+    ) -> list[dict[str, tuple[float, tuple[str, ...]]]]:
+        """Of either side. All variants are run for the first modules of a kind; where both sides compute in one dtype,
+        on the train side's rows.
+        """
+        found: list[dict[str, tuple[float, tuple[str, ...]]]] = []
+        dtypes = [executor.captured.sources(point)[0].first.dtype for executor in self.executors]
+        manners = [Manner(wide=False, autocast=self._autocast(side)) for side in range(2)]
+        alike = dtypes[0] == dtypes[1] and manners[0] == manners[1]
+        leaves = (*self.reference.calls[name].inputs, *self.reference.calls[name].outputs)
+        widths = tuple(leaf.width for leaf in leaves if leaf.is_float)
+        for side, executor in enumerate(self.executors):
+            kind = (self.reference.operators[name], dtypes[side], widths)
+            every = self._seen[kind] < FULLY_MEASURED and not (alike and side == 0)
+            self._seen[kind] += every
+            sample = sample_of(addresses[side], whole_sequences=prepared[side].whole_sequences)
+            found.append(measure(executor, name, prepared[side], sample, manners[side], every_variant=every))
+        return found
 
     def _autocast(self, side: int) -> torch.dtype | None:
         names = {
@@ -333,15 +297,15 @@ class _Replayer:
     def _record(
         self,
         name: str,
-        places: Sequence[_Measured],
+        places: Sequence[Measured],
         order: int,
         replayed: set[str],
-        widest: Mapping[tuple[object, ...], float],
+        widest: Widest,
     ) -> ModuleReplay:
         """The place of a module that is furthest above its floor stands for it."""
         made: list[ModuleReplay] = []
         for item in places:
-            floors = tuple(replace(f, value=widest[_key(item.place, f)]) for f in item.floors)
+            floors = [widened(item.place, floor, widest) for floor in item.floors]
             made.append(
                 ModuleReplay(
                     module=name,
@@ -362,13 +326,6 @@ class _Replayer:
         return max(made, key=lambda m: (max(m.factors), m.place == OUTPUT))
 
 
-def _bare_kind(module: nn.Module) -> str:
-    kind = type(module)
-    while kind.__module__.startswith("trainfer.exact."):
-        kind = kind.__mro__[1]
-    return kind.__name__
-
-
 def _together(parts: Sequence[Addresses]) -> Addresses:
     return Addresses(
         ranks=np.concatenate([part.ranks for part in parts]),
@@ -376,38 +333,6 @@ def _together(parts: Sequence[Addresses]) -> Addresses:
         sequences=np.concatenate([part.sequences for part in parts]),
         positions=np.concatenate([part.positions for part in parts]),
     )
-
-
-def _in_order(
-    count: int, blocks: Sequence[tuple[NDArray[np.int64], tuple[NDArray[np.float64], ...]]]
-) -> tuple[NDArray[np.float64], ...]:
-    """Arrays over all joined rows from those of some of them."""
-    arrays = tuple(np.zeros(count) for _ in range(4))
-    for places, parts in blocks:
-        for array, part in zip(arrays, parts, strict=True):
-            array[places] = part
-    return arrays
-
-
-def _norms(terms: Terms) -> tuple[NDArray[np.float64], ...]:
-    scale = terms.exact[0].norm(dim=1).clamp(min=1e-300)
-    vectors = (terms.introduced(0), terms.introduced(1), terms.inherited, terms.difference)
-    return tuple((vector.norm(dim=1) / scale).nan_to_num(nan=np.inf).cpu().numpy() for vector in vectors)
-
-
-def _key(where: str, floor: NoiseFloor) -> tuple[object, ...]:
-    leaf = where.rpartition(".")[2]
-    return (leaf, floor.operator, floor.dtype, floor.width, floor.contraction, floor.sequence)
-
-
-def _widest(items: Sequence[_Measured]) -> dict[tuple[object, ...], float]:
-    """One floor per operator, dtype, width, contraction and sequence: the largest that was measured."""
-    found: dict[tuple[object, ...], float] = {}
-    for item in items:
-        for floor in item.floors:
-            key = _key(item.place, floor)
-            found[key] = max(found.get(key, 0.0), floor.value)
-    return found
 
 
 def _line(error: BaseException) -> str:
