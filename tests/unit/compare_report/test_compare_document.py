@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -29,6 +30,8 @@ class Stage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Cause(msgspec.Struct, forbid_unknown_fields=True):
+    """The design's fields, and what stands beside them."""
+
     cause: str
     stage: str
     module: str | None
@@ -36,6 +39,17 @@ class Cause(msgspec.Struct, forbid_unknown_fields=True):
     confirmed: bool
     evidence: list[str]
     fix: str
+    repair: Literal["configuration", "execution", "objective"]
+    modules: list[str]
+    excluded: list[str]
+    places: dict[str, str]
+
+
+class Repair(msgspec.Struct, forbid_unknown_fields=True):
+    kind: Literal["configuration", "execution", "objective"]
+    cause: str
+    what: str
+    places: dict[str, str]
 
 
 class Module(msgspec.Struct):
@@ -79,6 +93,9 @@ class Result(msgspec.Struct):
     stages: list[Stage]
     first_divergence: dict[str, object] | None
     causes: list[Cause]
+    repairs: list[Repair]
+    next_steps: list[str]
+    remaining: float | None
     coverage: Coverage
     modules: list[Module]
     logprobs: Logprobs

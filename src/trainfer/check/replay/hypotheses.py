@@ -29,6 +29,8 @@ class Hypothesis:
     parameters: Mapping[str, float | str] = field(default_factory=dict[str, "float | str"])
     evidence: tuple[str, ...] = ()
     """What in the numbers speaks for it, beyond that it reproduces."""
+    grid: bool = False
+    """It puts values on a grid: one that lies between two of its points may go either way, so single rows may stay."""
 
 
 def eps_of_rows(x_RD: Floats, y_RD: Floats, weight_D: Floats) -> tuple[float, float] | None:

@@ -114,7 +114,8 @@ class _Search:
             return self._unknown(site, rejected)
         group = [best, *self._same_elsewhere(best, suspect.side)]
         for item in group:
-            self.grafts[suspect.side].append(_graft_of(item.site, item.attempt))
+            exact = None if item.attempt.hypothesis.grid else item.attempt
+            self.grafts[suspect.side].append(_graft_of(item.site, exact))
         return Trial(
             cause=best.outcome.hypothesis.cause,
             module=site.module,

@@ -104,7 +104,7 @@ def quantised_attempts(facts: AttentionFacts) -> Iterator[Attempt]:
                 ]
                 text = f"{what} come out of the cache rounded to {name}"
                 text += "; only decode rows read them so" if only else ""
-                yield attempt(facts, "kv_cache.quantized", changes, text, stored=name, what=what)
+                yield attempt(facts, "kv_cache.quantized", changes, text, grid=True, stored=name, what=what)
 
 
 def seam_attempts(site: Site, facts: AttentionFacts, bad: Sequence[np.ndarray]) -> Iterator[Attempt]:

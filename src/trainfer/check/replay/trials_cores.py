@@ -58,11 +58,13 @@ def attempt(
     cause: str,
     change: Change | Sequence[Change],
     evidence: str,
+    *,
+    grid: bool = False,
     **parameters: float | str,
 ) -> Attempt:
     """One change, or one for each trace, done."""
     changes = [change] * len(facts.cores) if isinstance(change, Change) else change
     return Attempt(
-        hypothesis=Hypothesis(cause=cause, parameters=parameters, evidence=(evidence,)),
+        hypothesis=Hypothesis(cause=cause, parameters=parameters, evidence=(evidence,), grid=grid),
         predicted=tuple(run_core(core, one) for core, one in zip(facts.cores, changes, strict=True)),
     )

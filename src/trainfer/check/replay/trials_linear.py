@@ -32,7 +32,10 @@ def linear_attempts(site: Site) -> Iterator[Attempt]:
             text = f"{what} rounded to {name} on this side"
             yield Attempt(
                 hypothesis=Hypothesis(
-                    cause=f"{family}.dtype", parameters={"dtype": name, "what": what}, evidence=(text,)
+                    cause=f"{family}.dtype",
+                    grid=True,
+                    parameters={"dtype": name, "what": what},
+                    evidence=(text,),
                 ),
                 predicted=predicted,
             )

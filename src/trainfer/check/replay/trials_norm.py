@@ -143,6 +143,7 @@ def _precision(site: Site, weight: Tensor, eps: float) -> Iterator[Attempt]:
             yield Attempt(
                 hypothesis=Hypothesis(
                     cause="norm.precision",
+                    grid=True,
                     parameters={"dtype": name, "what": what},
                     evidence=(f"{what} is rounded to {name} on this side",),
                 ),

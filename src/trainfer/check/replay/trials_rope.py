@@ -109,7 +109,7 @@ def _precision(site: Site, frequencies: Tensor, factor: float) -> Iterator[Attem
             text = f"{what} are rounded to {name}: an angle is off by up to {_unit(dtype):.2g} of itself"
             yield Attempt(
                 hypothesis=Hypothesis(
-                    cause="rope.dtype", parameters={"dtype": name, "what": what}, evidence=(text,)
+                    cause="rope.dtype", grid=True, parameters={"dtype": name, "what": what}, evidence=(text,)
                 ),
                 predicted=_each(site, function),
             )

@@ -216,7 +216,9 @@ def _precision(facts: AttentionFacts) -> Iterator[Attempt]:
             predicted.append(torch.einsum("hts,shk->thk", weights, values).reshape(len(core.q_THK), -1))
         text = f"attention weights are rounded to {name} before they meet the values"
         yield Attempt(
-            hypothesis=Hypothesis(cause="attention.backend", parameters={"weights": name}, evidence=(text,)),
+            hypothesis=Hypothesis(
+                cause="attention.backend", grid=True, parameters={"weights": name}, evidence=(text,)
+            ),
             predicted=tuple(predicted),
         )
 

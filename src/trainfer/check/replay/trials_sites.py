@@ -119,6 +119,10 @@ def errors(site: Site, predicted: Sequence[Tensor] | None = None) -> NDArray[np.
 
 _MARGIN = 1.5
 """Times the floor: what a reproduced row may be off, the floor being a measured maximum of its own sample."""
+_MOST = 0.75
+"""Of the rows that were off: so many come out exactly where the assumption puts values on a grid."""
+_LITTLE = 0.1
+"""Of the error: so little may be left where many grid points make up one row."""
 
 
 def weigh(site: Site, attempt: Attempt) -> Outcome:
@@ -126,10 +130,16 @@ def weigh(site: Site, attempt: Attempt) -> Outcome:
     before, after = errors(site), errors(site, attempt.predicted)
     first, last = _rms(before), _rms(after)
     worst = float(after.max(initial=0.0))
-    within = worst <= _MARGIN * site.floor or last <= 1e-6 * first
+    allowed = _MARGIN * site.floor
+    within = bool((worst <= allowed or last <= 1e-6 * first) and last < 0.5 * first)
+    if attempt.hypothesis.grid and not within:
+        off = before > allowed
+        come = float(np.mean(after[off] <= allowed)) if off.any() else 0.0
+        stay = float(np.mean(after[~off] <= allowed)) if (~off).any() else 1.0
+        within = stay >= _MOST and ((come >= _MOST and last < 0.8 * first) or last <= _LITTLE * first)
     return Outcome(
         hypothesis=attempt.hypothesis,
-        reproduced=bool(within and last < 0.5 * first),
+        reproduced=within,
         before=float(before.max(initial=0.0)),
         after=worst,
         spread=last / first if first > 0 else 1.0,

@@ -19,7 +19,7 @@ from trainfer.check.compare.judge import module_label
 from trainfer.check.compare.records import Comparison, LogprobResult, PointResult
 from trainfer.check.explain.records import Explanation
 from trainfer.check.report.document import document, module_part
-from trainfer.check.report.text import describe_first
+from trainfer.check.report.text import KINDS, describe_first, in_plain_words
 
 MAX_HEAT_BYTES = 2_600_000
 """Of the error codes before base64; beyond it the sequences that differ least are left out of the map, and named so."""
@@ -50,6 +50,8 @@ def render_comparison(explanation: Explanation, names: ReportNames) -> str:
         .render(
             names=names,
             document=found,
+            plain=in_plain_words(explanation),
+            kinds=KINDS,
             first=None if first is None else describe_first(first),
             payload=script_json(_payload(explanation, comparison)),
             style=_asset("comparison.css"),

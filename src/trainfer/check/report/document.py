@@ -47,6 +47,20 @@ class CausePart(_Part, frozen=True, kw_only=True):
     confirmed: bool
     evidence: tuple[str, ...]
     fix: str
+    repair: str
+    """``configuration``, ``execution`` or ``objective``."""
+    modules: tuple[str, ...]
+    excluded: tuple[str, ...]
+    places: dict[str, str]
+
+
+class RepairPart(_Part, frozen=True, kw_only=True):
+    """One thing that can be done."""
+
+    kind: str
+    cause: str
+    what: str
+    places: dict[str, str]
 
 
 class CoveragePart(_Part, frozen=True, kw_only=True):
@@ -103,6 +117,10 @@ class Document(_Part, frozen=True, kw_only=True):
     stages: tuple[StagePart, ...]
     first_divergence: FirstDivergencePart | None
     causes: tuple[CausePart, ...]
+    repairs: tuple[RepairPart, ...]
+    next_steps: tuple[str, ...]
+    remaining: float | None
+    """Mean |Δ log p| that no confirmed cause explains, in nats; null without a replay."""
     coverage: CoveragePart
     modules: tuple[ModulePart, ...]
     logprobs: LogprobPart
@@ -122,6 +140,12 @@ def document(explanation: Explanation) -> Document:
         ),
         first_divergence=_first(explanation.first_divergence),
         causes=tuple(_cause(cause) for cause in explanation.causes),
+        repairs=tuple(
+            RepairPart(kind=item.kind, cause=item.cause, what=item.what, places=dict(item.places))
+            for item in explanation.repairs
+        ),
+        next_steps=explanation.next_steps,
+        remaining=None if explanation.remaining is None else finite(explanation.remaining),
         coverage=CoveragePart(
             rows_rollout=coverage.rows_rollout,
             rows_train=coverage.rows_train,
@@ -160,6 +184,10 @@ def _cause(cause: Cause) -> CausePart:
         confirmed=cause.confirmed,
         evidence=cause.evidence,
         fix=cause.fix,
+        repair=cause.repair,
+        modules=cause.modules,
+        excluded=cause.excluded,
+        places=dict(cause.places),
     )
 
 

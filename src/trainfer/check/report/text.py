@@ -21,6 +21,9 @@ def summary(explanation: Explanation) -> str:
     """All lines, the verdict first."""
     comparison = explanation.comparison
     lines = [f"{explanation.verdict.value.upper()}: {explanation.why}"]
+    plain = in_plain_words(explanation)
+    if plain:
+        lines.append(plain)
     if explanation.first_divergence is not None:
         lines.append(f"first divergence: {describe_first(explanation.first_divergence)}")
     lines.append("")
@@ -32,6 +35,8 @@ def summary(explanation: Explanation) -> str:
         "",
         *_coverage(comparison),
         *_causes(explanation),
+        *_repairs(explanation),
+        *_next(explanation),
         *_worst_modules(comparison),
         *_worst_tokens(explanation),
     ]
@@ -87,6 +92,25 @@ def _coverage(comparison: Comparison) -> list[str]:
     return lines
 
 
+def in_plain_words(explanation: Explanation) -> str:
+    """What is wrong and what to do about it, in one or two sentences; empty where nothing is."""
+    if not explanation.causes:
+        return ""
+    proven = [cause for cause in explanation.causes if cause.confirmed]
+    main = (proven or list(explanation.causes))[0]
+    where = f" in {main.module}" if main.module else ""
+    if main.cause == "module.unknown":
+        return f"{main.module or 'The model itself'} computes something else on the two sides; why is not known yet."
+    share = main.share_explained
+    explains = f", which explains {share:.0%} of the difference in log-probs" if share is not None else ""
+    certain = "The cause is" if main.confirmed else "The likely cause (not confirmed) is"
+    text = f"{certain} {main.cause}{where}{explains}."
+    others = len(explanation.causes) - 1
+    if others:
+        text += f" {others} more {'cause follows' if others == 1 else 'causes follow'}."
+    return text
+
+
 def _causes(explanation: Explanation) -> list[str]:
     lines: list[str] = []
     for number, cause in enumerate(explanation.causes, start=1):
@@ -99,8 +123,37 @@ def _causes(explanation: Explanation) -> list[str]:
         proven = "confirmed" if cause.confirmed else "not confirmed"
         lines += ["", f"cause {number}: {cause.cause}{where} ({proven}{share})"]
         lines += [f"  {text}" for text in cause.evidence]
+        if cause.excluded:
+            lines.append(f"  excluded: {'; '.join(cause.excluded)}")
         lines.append(f"  fix: {cause.fix}")
+        lines += [f"    {system}: {place}" for system, place in cause.places.items()]
+    if explanation.remaining is not None and explanation.causes:
+        lines += ["", f"left when all of it is undone: mean |Δ log p| {explanation.remaining:.3g} nats"]
     return lines
+
+
+KINDS = {
+    "configuration": "configuration: removes the cause",
+    "execution": "execution: both sides compute alike",
+    "objective": "objective: corrects for the difference, and hides it",
+}
+"""The kinds of repair, in words."""
+
+
+def _repairs(explanation: Explanation) -> list[str]:
+    lines: list[str] = []
+    for kind, words in KINDS.items():
+        named = [item for item in explanation.repairs if item.kind == kind]
+        if not named:
+            continue
+        own = [item.cause for item in named if item.cause]
+        lines.append(f"  {words}" + (f" ({', '.join(own)}, above)" if own else ""))
+        lines += [f"    {item.what}" for item in named if not item.cause]
+    return ["", "repairs, by kind", *lines] if lines else []
+
+
+def _next(explanation: Explanation) -> list[str]:
+    return ["", *[f"next: {step}" for step in explanation.next_steps]] if explanation.next_steps else []
 
 
 def _worst_modules(comparison: Comparison) -> list[str]:
