@@ -7,6 +7,7 @@ consumes the same. Everything is decided elsewhere: what is sampled and scored b
 ``workers``, what can be checked before a model is loaded by ``workers.session``.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from trainfer.workers.session import Session, open_session
 from trainfer.workers.settings import OldLogProbs
 from trainfer.workers.shaping import shape
 from trainfer.workers.validation import metrics_of, score_sequence, validate
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +42,7 @@ class StepReport:
     validation: tuple[RolloutRecord, ...] | None
     """After this step, where ``trainer.test_freq`` asked for it."""
     checkpoint: Path | None
+    """The newest that has come to be whole in this step; with ``async_save`` it may be an earlier step's."""
 
 
 def train(loaded: LoadedConfig, *, watcher: Watcher | None = None) -> Iterator[StepReport]:
@@ -51,6 +55,8 @@ def run_steps(session: Session, *, watcher: Watcher | None = None) -> Iterator[S
     """One report a step. The duration of a save is in the next step's line: its own was on disk before."""
     watcher = watcher or Nobody()
     extra = validate_before(session, watcher)
+    if session.inputs.config.trainer.val_only:
+        return
     for step in session.steps:
         clock = StageClock(watcher)
         with session.consistency.captured(session.group, step):
@@ -63,11 +69,11 @@ def run_steps(session: Session, *, watcher: Watcher | None = None) -> Iterator[S
         tokens = sum(len(record.sequence.token_ids) for record in records)
         metrics |= extra | timing_metrics(clock.seconds(), total_tokens=tokens, num_ranks=session.num_ranks)
         session.journal.write(step, metrics, records, validation)
-        checkpoint, extra = None, {}
+        checkpoint, extra = session.saving.poll(), {}
         if session.saves_after(step):
             saver, is_last = StageClock(watcher), step == session.total
             with saver.stage("save_checkpoint"):
-                checkpoint = session.journal.save(step, session.group.save_checkpoint, required=is_last)
+                checkpoint = session.saving.save(step, required=is_last)
             extra = {"timing_s/save_checkpoint": saver.seconds()["save_checkpoint"]}
         yield StepReport(
             step=step,
@@ -82,11 +88,20 @@ def run_steps(session: Session, *, watcher: Watcher | None = None) -> Iterator[S
 
 
 def validate_before(session: Session, watcher: Watcher) -> dict[str, float]:
-    """Validate the untrained policy; ``val-before-train/*`` then stands in the first step's line."""
+    """Validate the policy as it starts; ``val-before-train/*`` then stands in the first step's line.
+
+    With ``trainer.val_only`` that is all there is to do: the responses are written too, under the last step that was done.
+    """
     if not session.validates_before:
         return {}
     watcher.stage("testing")
-    metrics = metrics_of(session.inputs, validate(session.inputs, session.group, session.validation_sampling))
+    records = validate(session.inputs, session.group, session.validation_sampling)
+    metrics = metrics_of(session.inputs, records)
+    if session.inputs.config.trainer.val_only:
+        session.journal.write_validation(session.steps.start - 1, metrics, records)
+        for name, value in metrics.items():
+            logger.info("%s: %.4f (%d responses)", name, value, len(records))
+        return {}
     session.journal.loggers.log(0, metrics)
     return {f"val-before-train/{name.removeprefix('val-core/')}": value for name, value in metrics.items()}
 
@@ -108,7 +123,8 @@ def train_step(
         with clock.stage("ref"):
             ref = group.ref_logprobs(sequences)
     with clock.stage("adv"):
-        shaped = shape(inputs.config, session.stages, sequences, scores, old=old, ref=ref)
+        control = session.kl_control
+        shaped = shape(inputs.config, session.stages, sequences, scores, old=old, ref=ref, kl_control=control)
     with clock.stage("update_actor"):
         update = group.update(shaped.training)
     with clock.stage("update_weights"):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from rank_cases import free_port
 from trainfer.config.load import load_config
 from trainfer.errors import WorkerError
 from trainfer.run import run_steps, train
+from trainfer.train.journal.checkpoints import why_damaged
 from trainfer.train.journal.metrics import read_metrics
 from trainfer.workers.session import open_session
 
@@ -117,9 +119,27 @@ def test_torchrun_goes_on_with_what_one_process_began(data, straight, tmp_path):
     list(train(load_config(None, overrides(data, run, "trainer.total_training_steps=2"))))
     config = tmp_path / "empty.yaml"
     config.write_text("data: {}\n")
-    ended = torchrun(config, *overrides(data, run, "trainer.n_gpus_per_node=2"))
+    behind = "actor_rollout_ref.actor.checkpoint.async_save=true"
+    ended = torchrun(
+        config, *overrides(data, run, "trainer.n_gpus_per_node=2", "trainer.save_freq=1", behind)
+    )
     assert ended.returncode == 0, ended.stdout[-3000:]
     check_same_run(run, straight)
+    for step in (3, 4):  # saved behind the training, by both ranks
+        checkpoint = run / f"checkpoints/global_step_{step}"
+        assert why_damaged(checkpoint) is None
+        assert len(list(checkpoint.glob("actor/shard-*.safetensors"))) == 2
+    shutil.rmtree(run / "checkpoints/global_step_4")
+    list(train(load_config(None, overrides(data, run))))  # resumed from what was saved behind the training
+    check_same_run(run, straight)
+
+
+def test_a_port_of_0_is_refused_before_anything_waits(data, tmp_path):
+    config = tmp_path / "empty.yaml"
+    config.write_text("data: {}\n")
+    ended = torchrun(config, *overrides(data, tmp_path / "run", "trainer.n_gpus_per_node=2"), port=0)
+    assert ended.returncode != 0
+    assert "MASTER_PORT=0" in ended.stdout
 
 
 def test_torchrun_with_another_number_of_processes_is_refused_with_the_remedy(data, tmp_path):
@@ -131,9 +151,10 @@ def test_torchrun_with_another_number_of_processes_is_refused_with_the_remedy(da
     assert not (tmp_path / "run").exists()
 
 
-def torchrun(*arguments):
+def torchrun(*arguments, port=None):
+    port = free_port() if port is None else port
     starter = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
-    where = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "trainfer.cli.main", "train"]
+    where = ["--master-addr=127.0.0.1", f"--master-port={port}", "-m", "trainfer.cli.main", "train"]
     return subprocess.run(
         [*starter, *where, *map(str, arguments)],
         stdout=subprocess.PIPE,

@@ -6,7 +6,7 @@ and shows its traceback. Nothing here loads torch.
 """
 
 import importlib
-import shlex
+import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import click
 
+from trainfer.cli.command_line import command_line
 from trainfer.errors import TrainferError
 
 
@@ -116,10 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _how_to_go_on(words: Sequence[str]) -> str:
-    command = shlex.join(["trainfer", *words])
-    if "train" in words[:2]:
-        return f"The same command goes on from the newest checkpoint:\n  {command}"
-    return f"To start again:\n  {command}"
+    if "train" not in words[:2]:
+        return f"To start again:\n  {command_line(words)}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # what torchrun was started with is known to torchrun alone
+        return f"The same torchrun command goes on from the newest checkpoint; on each rank it starts:\n  {command_line(words)}"
+    return f"The same command goes on from the newest checkpoint:\n  {command_line(words)}"
 
 
 if __name__ == "__main__":

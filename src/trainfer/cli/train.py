@@ -6,14 +6,13 @@ are reported before torch is loaded.
 
 import logging
 import os
-import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from trainfer.cli.command_line import command_line as line_to_repeat
 from trainfer.config.document import help_key, help_text
 from trainfer.config.load import LoadedConfig, load_config
 from trainfer.errors import TrainferError
@@ -68,9 +67,7 @@ def command(config: Path, overrides: tuple[str, ...]) -> int:
     if launched is not None and launched.rank > 0:
         serve_rank(loaded, plan, launched)
     else:
-        run_and_show(
-            loaded, command_line=shlex.join([program_name(sys.argv[0]), "train", str(config), *overrides])
-        )
+        run_and_show(loaded, command_line=line_to_repeat(["train", str(config), *overrides]))
     if launched is not None:
         # Threads of torch's gloo now and then abort a process that ends in the ordinary way.
         sys.stdout.flush()
@@ -90,13 +87,6 @@ def serve_rank(loaded: LoadedConfig, plan: StepPlan, launched: Launched) -> None
         serve(launched, choose_device(loaded.config.trainer.device).type)
     except TrainferError:
         os._exit(TrainferError.exit_code)
-
-
-def program_name(started_as: str) -> str:
-    """What to type to start this program again: its bare name where the shell finds it, else the path that was typed."""
-    found = shutil.which("trainfer")
-    is_script = Path(started_as).name == "trainfer" and Path(started_as).is_file()
-    return started_as if is_script and (found is None or not Path(found).samefile(started_as)) else "trainfer"
 
 
 def run_and_show(loaded: LoadedConfig, *, command_line: str) -> None:
@@ -120,6 +110,8 @@ def run_and_show(loaded: LoadedConfig, *, command_line: str) -> None:
         with Progress(total=total, first_step=session.steps.start, console=console) as progress:
             for report in run_steps(session, watcher=progress):
                 progress.step(report)
+    if loaded.config.trainer.val_only:
+        return
     page = write_training_report(folder, None)
     tensorboard = "tensorboard" in loaded.config.trainer.logger
     ending = NextSteps(folder=folder, train_command=command_line, total=total, tensorboard=tensorboard)

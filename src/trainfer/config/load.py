@@ -14,7 +14,7 @@ import msgspec
 from trainfer.config.interpolation import resolve
 from trainfer.config.keys import default_values, known_keys, sections
 from trainfer.config.overrides import Override, OverrideKind, parse_overrides
-from trainfer.config.problems import find_entry, find_problems, report
+from trainfer.config.problems import find_entry, find_problems, located, report
 from trainfer.config.schema import TrainConfig
 from trainfer.config.settings import DEFAULT, OVERRIDE, Setting, Settings, SettingsBuilder, flatten, nest
 from trainfer.config.yaml_file import read_yaml, yaml_line
@@ -103,7 +103,7 @@ def _convert(settings: Settings) -> TrainConfig:
     try:
         return msgspec.convert(nest(leaves), TrainConfig)
     except msgspec.ValidationError as error:  # each value alone was right
-        raise ConfigError(f"{error}.") from error
+        raise ConfigError(f"{located(error)}.") from error
 
 
 def _with_final_values(settings: Settings, config: TrainConfig) -> Settings:

@@ -110,8 +110,15 @@ def _check_value(key: Key, setting: Setting, *, value: object = REQUIRED) -> Ite
     try:
         msgspec.convert(value, key.type)
     except msgspec.ValidationError as error:
-        detail = "" if " - at `$" not in str(error) else f" ({error})"
+        detail = "" if " - at `$" not in str(error) else f" ({located(error, key.name)})"
         yield Problem(key=key.name, setting=setting, message=f"must be {key.rule}{detail}. {key.description}")
+
+
+def located(error: msgspec.ValidationError, key: str = "") -> str:
+    """What msgspec says, with the place as a dotted key: ``trainfer.warmup: …`` instead of ``… - at `$.trainfer.warmup```."""
+    message, _, place = str(error).partition(" - at `$")
+    dotted = f"{key}{place.rstrip('`')}".removeprefix(".")
+    return f"{dotted}: {message}" if dotted else message
 
 
 def _scalars(value: object) -> Iterator[object]:

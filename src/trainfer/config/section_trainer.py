@@ -18,10 +18,15 @@ class KlCtrlConfig(Section, frozen=True, kw_only=True):
     kl_coef: Annotated[
         NonNegative, Meta(description="Weight of the KL penalty (first weight, if adaptive).")
     ] = 0.001
-    horizon: Annotated[Count, Meta(description="Sequences over which the adaptive weight reacts.")] = 10000
-    target_kl: Annotated[Positive, Meta(description="KL per sequence that the adaptive weight aims at.")] = (
-        0.1
-    )
+    horizon: Annotated[
+        Count,
+        Meta(
+            description="Sequences over which the adaptive weight reacts: it changes by at most 0.2 times a step's sequences / horizon."
+        ),
+    ] = 10000
+    target_kl: Annotated[
+        Positive, Meta(description="Mean KL per token that the adaptive weight aims at.")
+    ] = 0.1
 
 
 class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):
@@ -40,24 +45,13 @@ class RolloutCorrectionConfig(Section, frozen=True, kw_only=True):
     rollout_is_batch_normalize: Annotated[
         bool, Meta(description="Divide the weights by their mean over the step.")
     ] = False
-    rollout_rs: Annotated[
-        Text | None,
-        Meta(
-            description="Reject tokens or sequences by these statistics, e.g. token_k1 or seq_mean_k3; comma-separated."
-        ),
-    ] = None
-    rollout_rs_threshold: Annotated[
-        Positive | Text | None, Meta(description='Bound of each statistic of rollout_rs, or "low_high".')
-    ] = None
     bypass_mode: Annotated[
         bool,
         Meta(
             description="Take the rollout's log-probs as the old policy's and skip the old-log-prob forward."
         ),
     ] = False
-    loss_type: Annotated[Literal["ppo_clip", "reinforce"], Meta(description="Loss in bypass mode.")] = (
-        "ppo_clip"
-    )
+    loss_type: Annotated[Literal["ppo_clip"], Meta(description="Loss in bypass mode.")] = "ppo_clip"
 
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
@@ -132,7 +126,13 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
         ),
     ] = -1
     val_before_train: Annotated[bool, Meta(description="Validate once before the first step.")] = True
-    val_only: Annotated[bool, Meta(description="Validate once and stop.")] = False
+    val_only: Annotated[
+        bool,
+        Meta(
+            description="Validate with the weights that the run would go on from, and stop; needs data.val_files and "
+            "val_before_train."
+        ),
+    ] = False
     default_local_dir: Annotated[
         Text | None,
         Meta(description="Run folder. null: runs/<project_name>/<experiment_name>."),

@@ -65,17 +65,22 @@ _RENAMED = (
     ),
     entry(
         "algorithm.rollout_correction.use_policy_gradient",
-        "is an old name; use algorithm.rollout_correction.loss_type=reinforce.",
+        "is an old name of loss_type=reinforce, which is not implemented; use loss_type=ppo_clip.",
         OFF,
     ),
     entry(
-        "algorithm.rollout_correction.rollout_rs_threshold_lower",
-        'is an old name; give both bounds as algorithm.rollout_correction.rollout_rs_threshold="low_high".',
+        "algorithm.rollout_correction.loss_type",
+        "the REINFORCE loss of bypass mode is not implemented; use ppo_clip.",
+        refused=("reinforce",),
+    ),
+    entry(
+        "algorithm.rollout_correction.rollout_rs*",
+        "rejecting tokens or sequences is not implemented; use rollout_is=token or sequence with rollout_is_threshold.",
         OFF,
     ),
     entry(
         "algorithm.rollout_correction.rollout_token_veto_threshold",
-        "is gone in verl; use algorithm.rollout_correction.rollout_rs.",
+        "is gone in verl, and rejecting sequences is not implemented.",
         OFF,
     ),
 )

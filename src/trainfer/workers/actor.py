@@ -16,8 +16,9 @@ from trainfer.exact.packed import CausalModel
 from trainfer.exact.ulysses import SequenceShard
 from trainfer.train.update.adapter import AdapterLayout
 from trainfer.train.update.batch import MiniBatch
-from trainfer.train.update.checkpoint import load_training_state, save_training_state
+from trainfer.train.update.checkpoint import StagedState, load_training_state, stage_training_state
 from trainfer.train.update.checkpoint_adapter import StoredAdapter
+from trainfer.train.update.checkpoint_background import BackgroundWrite
 from trainfer.train.update.logprob import ForwardLimit, score_sequences
 from trainfer.train.update.master import TrainableWeights
 from trainfer.train.update.prompts import forward_prompts, prompts_of
@@ -73,6 +74,7 @@ class ActorWorker:
         self._order: CaptureOrder | None = None
         self._filtered: dict[tuple[int, ...], Recorded] = {}
         self._stored: StoredAdapter | None = None
+        self._writing: BackgroundWrite | None = None
         self._put_away()
 
     @property
@@ -176,13 +178,36 @@ class ActorWorker:
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, random generators and counters below ``folder``."""
+        self._staged(folder, in_memory=False).write()
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy the state to host memory and begin to write it; ``save_is_written`` says when that is done."""
+        assert self._writing is None, "at most one save is under way"
+        self._writing = BackgroundWrite(self._staged(folder, in_memory=True).write)
+
+    def save_is_written(self, *, wait: bool) -> bool:
+        """Whether what ``begin_save`` began has ended; True where there is nothing.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._writing is None:
+            return True
+        if not wait and not self._writing.is_done:
+            return False
+        ending, self._writing = self._writing, None
+        ending.finish()
+        return True
+
+    def _staged(self, folder: Path, *, in_memory: bool) -> StagedState:
         with self.at_work(optimizer=True):
-            save_training_state(
+            return stage_training_state(
                 folder,
                 self.weights.master,
                 self.trainer.optimizer,
                 self._counters(),
                 adapter=self._stored_adapter(),
+                in_memory=in_memory,
             )
 
     def load(self, folder: Path) -> None:

@@ -34,8 +34,11 @@ def check_honoured(config: TrainConfig, plan: StepPlan) -> None:
 def _processes(config: TrainConfig, plan: StepPlan) -> Iterator[str]:
     trainer = config.trainer
     yield from _ranks(config, plan)
-    if trainer.val_only:
-        yield "trainer.val_only=true: validating alone is `trainfer eval CONFIG.yaml`; set it to false to train."
+    if trainer.val_only and not (trainer.val_before_train and config.data.val_paths()):
+        yield (
+            "trainer.val_only=true validates before the first step and stops, so it needs data.val_files and "
+            "trainer.val_before_train=true (verl would train); set them, or val_only=false."
+        )
     actor, ref = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config
     one = plan.num_ranks == 1
     if (
@@ -60,13 +63,6 @@ def _ranks(config: TrainConfig, plan: StepPlan) -> Iterator[str]:
 def _correction(config: TrainConfig) -> Iterator[str]:
     correction = config.algorithm.rollout_correction
     name = "algorithm.rollout_correction"
-    if correction.rollout_rs is not None:
-        yield (
-            f"{name}.rollout_rs={correction.rollout_rs}: rejecting tokens or sequences is not implemented; use "
-            f"{name}.rollout_is=token or sequence with a threshold, or leave it out."
-        )
-    if correction.loss_type != "ppo_clip":
-        yield f"{name}.loss_type={correction.loss_type} is not implemented; use ppo_clip."
     if correction.bypass_mode and correction.rollout_is is not None:
         yield (
             f"{name}.bypass_mode takes the rollout's log-probs as the old policy's, so every weight of "
@@ -100,11 +96,6 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
 
 def _reward(config: TrainConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type != "fixed":
-        yield (
-            f"algorithm.kl_ctrl.type={algorithm.kl_ctrl.type}: only a fixed weight of the KL in the reward is implemented; "
-            "use fixed."
-        )
     if config.actor_rollout_ref.actor.use_kl_loss and algorithm.use_kl_in_reward:
         yield (
             "actor.use_kl_loss and algorithm.use_kl_in_reward both hold the policy near the ref, twice over; choose one "

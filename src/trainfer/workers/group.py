@@ -105,6 +105,18 @@ class WorkerGroup(Protocol):
         """Write model, optimizer and RNG state of every rank below ``folder``."""
         ...
 
+    def begin_checkpoint(self, folder: Path) -> None:
+        """As ``save_checkpoint``, but from a copy in host memory while training goes on; one at a time."""
+        ...
+
+    def checkpoint_is_written(self, *, wait: bool) -> bool:
+        """Whether what ``begin_checkpoint`` began is on disk; ``wait``: come back only when it is.
+
+        Raises:
+            CheckpointError: a rank could not write.
+        """
+        ...
+
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what ``save_checkpoint`` wrote."""
         ...

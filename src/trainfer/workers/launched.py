@@ -56,6 +56,11 @@ def launched_by_torchrun(environment: Mapping[str, str] | None = None) -> Launch
         port = int(given["MASTER_PORT"])
     except ValueError as error:
         raise ConfigError(f"torchrun's variables {', '.join(_NAMES)} hold no numbers: {error}.") from error
+    if not 0 < port < 1 << 16:
+        raise ConfigError(
+            f"MASTER_PORT={port}: the ranks cannot meet at a port that nobody has chosen. Start torchrun with a free port "
+            "(--master-port=29500), or on one machine with --standalone, which finds one."
+        )
     return Launched(
         rank=rank,
         num_ranks=num_ranks,

@@ -141,6 +141,15 @@ class LocalGroup:
         self._actor.save(folder / ACTOR_FOLDER)
         copy_model_files(self._model_folder, folder)
 
+    def begin_checkpoint(self, folder: Path) -> None:
+        """As ``save_checkpoint``, but what takes long is done behind the training."""
+        self._actor.begin_save(folder / ACTOR_FOLDER)
+        copy_model_files(self._model_folder, folder)
+
+    def checkpoint_is_written(self, *, wait: bool) -> bool:
+        """Whether what ``begin_checkpoint`` began is on disk."""
+        return self._actor.save_is_written(wait=wait)
+
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what ``save_checkpoint`` wrote; the engine has the weights only after ``sync_weights``."""
         self._actor.load(find_training_state(folder))

@@ -224,6 +224,28 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BeginSave:
+    """Begin to write this rank's part of a checkpoint behind the training."""
+
+    folder: Path
+
+    def run(self, worker: RankWorker) -> None:
+        """See ``ActorWorker.begin_save``."""
+        worker.actor.begin_save(self.folder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveIsWritten:
+    """Ask for the end of what ``BeginSave`` began."""
+
+    wait: bool
+
+    def run(self, worker: RankWorker) -> bool:
+        """See ``ActorWorker.save_is_written``."""
+        return worker.actor.save_is_written(wait=self.wait)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
     """Restore this rank's part of a checkpoint that any number of ranks wrote."""
 

@@ -28,11 +28,13 @@ from trainfer.types import (
 from trainfer.workers.group import SyncProof, UpdateReport
 from trainfer.workers.local_group import ACTOR_FOLDER
 from trainfer.workers.rank import (
+    BeginSave,
     Counters,
     Generate,
     Load,
     RankSetup,
     Save,
+    SaveIsWritten,
     Score,
     SendWeights,
     Transport,
@@ -55,6 +57,8 @@ class RankedGroup:
         self._transport = transport
         self._setup = setup
         self._counters = Counters(updates=0, weights_version=0)
+        self._begun: Path | None = None
+        """The checkpoint that ranks are writing."""
 
     @property
     def weights_version(self) -> int:
@@ -185,13 +189,38 @@ class RankedGroup:
         """
         ranks = self._setup.plan.num_ranks
         self._transport.call([Save(folder=(folder / ACTOR_FOLDER).absolute())] * ranks)
+        self._check_seen(folder)
+        copy_model_files(self._setup.model_folder, folder)
+
+    def begin_checkpoint(self, folder: Path) -> None:
+        """As ``save_checkpoint``, but what takes long is done behind the training."""
+        command = BeginSave(folder=(folder / ACTOR_FOLDER).absolute())
+        self._transport.call([command] * self._setup.plan.num_ranks)
+        self._begun = folder
+        copy_model_files(self._setup.model_folder, folder)
+
+    def checkpoint_is_written(self, *, wait: bool) -> bool:
+        """Whether every rank has written what ``begin_checkpoint`` began.
+
+        Raises:
+            CheckpointError: a rank could not write, or wrote where this process cannot see it.
+        """
+        answers = self._transport.call([SaveIsWritten(wait=wait)] * self._setup.plan.num_ranks)
+        if not all(answers):
+            return False
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            self._check_seen(begun)
+        return True
+
+    def _check_seen(self, folder: Path) -> None:
+        ranks = self._setup.plan.num_ranks
         unseen = [rank for rank in range(ranks) if not rng_file(folder / ACTOR_FOLDER, rank).is_file()]
         if unseen:
             raise CheckpointError(
                 f"the files of rank(s) {', '.join(map(str, unseen))} are not in {folder}: trainer.default_local_dir must "
                 "lie on a file system that all nodes share."
             )
-        copy_model_files(self._setup.model_folder, folder)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restore what ``save_checkpoint`` of any number of ranks wrote."""

@@ -21,12 +21,21 @@ from trainfer.train.journal.folder import RunFolder
 from trainfer.train.journal.loggers import Loggers, RunNames, open_loggers
 from trainfer.train.journal.metrics import MetricsLog
 from trainfer.train.journal.rollouts import RolloutRecord, remove_rollouts_after, write_rollouts
+from trainfer.train.journal.starts import DATA_DIGEST, check_same_data, data_digest
+from trainfer.train.update.kl_control import KlControl
 from trainfer.types import SamplingParams
 from trainfer.workers.build import build_group, find_model_folder
 from trainfer.workers.consistency import Consistency, Switches, read_switches
 from trainfer.workers.group import SyncProof, WorkerGroup
 from trainfer.workers.inputs import Inputs, read_inputs
-from trainfer.workers.settings import Stages, stages, training_sampling, validation_sampling
+from trainfer.workers.saving import Saving, restore_kl_control
+from trainfer.workers.settings import (
+    Stages,
+    kl_control_of,
+    stages,
+    training_sampling,
+    validation_sampling,
+)
 from trainfer.workers.violation import Exactness
 
 logger = logging.getLogger(__name__)
@@ -55,10 +64,12 @@ class Journal:
         self.metrics.append(step, metrics)
         self.loggers.log(step, metrics)
 
-    def save(self, step: int, write: Callable[[Path], None], *, required: bool) -> Path | None:
-        """A checkpoint, after everything up to it is on disk: none is ever ahead of its metrics."""
-        self.metrics.sync()
-        return self.checkpoints.save(step, write, required=required)
+    def write_validation(
+        self, step: int, metrics: Mapping[str, float], records: Sequence[RolloutRecord]
+    ) -> None:
+        """A validation that belongs to no training step: its responses, and other people's loggers."""
+        write_rollouts(self.folder.rollouts, step, records, validation=True)
+        self.loggers.log(step, metrics)
 
     def close(self) -> None:
         """Write what waits and give the folder free."""
@@ -81,6 +92,8 @@ class Session:
     validation_sampling: SamplingParams
     consistency: Consistency
     exactness: Exactness
+    kl_control: KlControl
+    saving: Saving
 
     @property
     def num_ranks(self) -> int:
@@ -94,9 +107,10 @@ class Session:
 
     @property
     def validates_before(self) -> bool:
-        """True at the very start of a run with validation; a resumed run has done it."""
-        has_prompts = self.inputs.validation is not None
-        return has_prompts and self.inputs.config.trainer.val_before_train and self.steps.start == 1
+        """True at the very start of a run with validation; a resumed run has done it, unless it is to do nothing else."""
+        trainer = self.inputs.config.trainer
+        is_due = self.steps.start == 1 or trainer.val_only
+        return self.inputs.validation is not None and trainer.val_before_train and is_due
 
     def validates_after(self, step: int) -> bool:
         """True every ``trainer.test_freq`` steps and after the last; never where that is not positive (as verl)."""
@@ -109,17 +123,18 @@ class Session:
     def _is_due(self, step: int, every: int) -> bool:
         return every > 0 and (step == self.total or step % every == 0)
 
-    def close(self) -> None:
-        """End comparisons and workers, close the journal."""
+    def close(self, *, in_order: bool = True) -> None:
+        """End comparisons and workers, close the journal; ``in_order`` False after a failure."""
         self.consistency.comparisons.close()
+        self.saving.close(in_order=in_order)
         self.group.close()
         self.journal.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(in_order=kind is None or kind is GeneratorExit)
 
 
 def open_session(
@@ -166,6 +181,10 @@ def _open_in(
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.trainer.max_actor_ckpt_to_keep)
     checkpoints.remove_leftovers()
     steps_done, checkpoint = _find_start(inputs, checkpoints)
+    digest = data_digest(inputs.training.prompts)
+    if steps_done:
+        check_same_data(folder.starts, digest, files=config.data.train_paths())
+    kl_control = kl_control_of(config)
     steps = steps_to_run(
         inputs.order.num_rows,
         inputs.order.prompts_per_step,
@@ -178,9 +197,10 @@ def _open_in(
     try:
         if checkpoint is not None:
             group.load_checkpoint(checkpoint)
+            restore_kl_control(kl_control, checkpoint)
             logger.info("Resumed from %s: step %d is next.", checkpoint, steps.start)
         proof = group.sync_weights()
-        journal = _open_journal(folder, checkpoints, inputs, steps_done, proof)
+        journal = _open_journal(folder, checkpoints, inputs, steps_done, proof, digest)
     except BaseException:
         group.close()
         raise
@@ -204,6 +224,14 @@ def _open_in(
         validation_sampling=validation_sampling(config, stop_token_ids=stop_ids),
         consistency=consistency,
         exactness=Exactness(config, consistency, num_ranks=inputs.plan.num_ranks),
+        kl_control=kl_control,
+        saving=Saving(
+            checkpoints,
+            journal.metrics,
+            group,
+            kl_control,
+            in_background=config.actor_rollout_ref.actor.checkpoint.async_save,
+        ),
     )
 
 
@@ -238,7 +266,12 @@ def _find_start(inputs: Inputs, checkpoints: CheckpointStore) -> tuple[int, Path
 
 
 def _open_journal(
-    folder: RunFolder, checkpoints: CheckpointStore, inputs: Inputs, steps_done: int, proof: SyncProof
+    folder: RunFolder,
+    checkpoints: CheckpointStore,
+    inputs: Inputs,
+    steps_done: int,
+    proof: SyncProof,
+    digest: str,
 ) -> Journal:
     trainer = inputs.config.trainer
     if trainer.resume_mode == "resume_path":
@@ -249,6 +282,7 @@ def _open_journal(
     folder.record_start(
         resumed_step=steps_done,
         details={
+            DATA_DIGEST: digest,
             "weights_version": proof.weights_version,
             "device": str(inputs.device),
             "old_logprobs": stages(inputs.config, inputs.plan).old_logprobs.value,

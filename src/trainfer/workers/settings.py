@@ -15,6 +15,7 @@ from trainfer.engines.vllm.settings import VllmSettings
 from trainfer.plan.records import StepPlan
 from trainfer.train.update.aggregate import LossAggregation
 from trainfer.train.update.kl import KlEstimator
+from trainfer.train.update.kl_control import KlControl, KlTarget
 from trainfer.train.update.logprob import ForwardLimit
 from trainfer.train.update.loss import LossSettings
 from trainfer.train.update.schedule import LearningRate
@@ -96,6 +97,14 @@ def vllm_settings(
         enable_prefix_caching=rollout.enable_prefix_caching,
         enable_chunked_prefill=rollout.enable_chunked_prefill,
     )
+
+
+def kl_control_of(config: TrainConfig) -> KlControl:
+    """The weight of the KL penalty in the reward, and whether it moves."""
+    control = config.algorithm.kl_ctrl
+    moves = config.algorithm.use_kl_in_reward and control.type == "adaptive"
+    target = KlTarget(kl=control.target_kl, horizon=control.horizon) if moves else None
+    return KlControl(control.kl_coef, target)
 
 
 def training_sampling(config: TrainConfig, *, stop_token_ids: tuple[int, ...]) -> SamplingParams:

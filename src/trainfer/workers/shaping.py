@@ -14,6 +14,7 @@ from trainfer.train.reward.registry import count_near_misses
 from trainfer.train.update.batch import training_sequences
 from trainfer.train.update.correction import ImportanceLevel, WeightBounds, rollout_weights
 from trainfer.train.update.kl import KlEstimator, sequence_kl
+from trainfer.train.update.kl_control import KlControl
 from trainfer.types import SampledSequence, TokenScores, TrainingSequence
 from trainfer.workers.settings import OldLogProbs, Stages
 
@@ -38,14 +39,15 @@ def shape(
     *,
     old: Sequence[TokenScores] | None,
     ref: Sequence[TokenScores] | None,
+    kl_control: KlControl,
 ) -> ShapedStep:
-    """Rewards, group advantages, weights; one training sequence per sampled one.
+    """Rewards, group advantages, weights; one training sequence per sampled one. ``kl_control`` moves on by one step.
 
     Raises:
         RewardError: a score is not finite.
     """
     old_logprobs = _old_logprobs(stages, sequences, old)
-    rewards, penalty_metrics = _rewards(config, scores, old_logprobs, ref)
+    rewards, penalty_metrics = _rewards(config, scores, old_logprobs, ref, kl_control)
     advantages = group_advantages(
         rewards,
         [sequence.group for sequence in sequences],
@@ -103,6 +105,7 @@ def _rewards(
     scores: Sequence[float],
     old_logprobs: Sequence[tuple[float, ...]] | None,
     ref: Sequence[TokenScores] | None,
+    kl_control: KlControl,
 ) -> tuple[Sequence[float], dict[str, float]]:
     """As verl's ``apply_kl_penalty``: a group advantage sums a sequence's token rewards, so it sums the penalty too.
 
@@ -112,13 +115,15 @@ def _rewards(
         return scores, {}
     assert old_logprobs is not None, "stages() does not leave them to the update"
     assert ref is not None, "stages() asks for the pass"
-    weight = config.algorithm.kl_ctrl.kl_coef
+    weight = kl_control.weight
     estimator = KlEstimator.of(config.algorithm.kl_penalty)
     kl = sequence_kl(old_logprobs, [s.logprobs for s in ref], estimator)
     means = [total / len(logprobs) for total, logprobs in zip(kl, old_logprobs, strict=True)]
     rewards = [score - weight * total for score, total in zip(scores, kl, strict=True)]
+    mean = sum(means) / len(means)
+    kl_control.update(mean, sequences=len(scores))
     return rewards, {
-        "actor/reward_kl_penalty": sum(means) / len(means),
+        "actor/reward_kl_penalty": mean,
         "actor/reward_kl_penalty_coeff": weight,
     }
 

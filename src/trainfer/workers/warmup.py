@@ -29,10 +29,10 @@ MADE_FROM = "made_from.json"
 
 
 def warmup_tokenizer(config: TrainConfig, warmup: WarmupConfig) -> PreTrainedTokenizerBase:
-    """Bytes, or the characters of the training and validation files: equal files give an equal tokenizer."""
+    """Bytes, or the characters of the training files: equal files give an equal tokenizer, whatever is validated on."""
     if warmup.vocabulary == "byte":
         return byte_tokenizer()
-    files = [Path(name) for name in (*config.data.train_paths(), *config.data.val_paths())]
+    files = [Path(name) for name in config.data.train_paths()]
     columns = Columns(prompt=config.data.prompt_key, data_source=config.data.reward_fn_key).read()
     problems = ProblemList()
     check_paths(files, problems)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trainfer.cli.command_line import program_name
 from trainfer.cli.main import main
-from trainfer.cli.train import program_name
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CONFIG = f"""\
@@ -151,7 +151,7 @@ def test_an_interrupted_run_ends_with_130_and_goes_on_when_started_again(folder,
         assert process.wait(60) == 130, errors
     assert "Traceback" not in rest + errors
     assert (
-        f"interrupted. The same command goes on from the newest checkpoint:\n  trainfer {' '.join(words)}"
+        f"goes on from the newest checkpoint:\n  {sys.executable} -m trainfer.cli.main {' '.join(words)}\n"
         in errors
     )
     done = len((folder / "runs/trainfer/grpo/metrics.jsonl").read_text().splitlines())

@@ -3,9 +3,10 @@ import math
 import pytest
 from worker_cases import config, planned, sampled
 
-from trainfer.errors import EngineError
+from trainfer.errors import EngineError, RewardError
+from trainfer.train.update.kl_control import KlControl, KlTarget
 from trainfer.types import TokenScores
-from trainfer.workers.settings import stages
+from trainfer.workers.settings import kl_control_of, stages
 from trainfer.workers.shaping import insist_on_exact, shape
 
 
@@ -18,9 +19,10 @@ OLD = [scores(-1.0, -2.0), scores(-1.5, -1.0)]
 REF = [scores(-1.0, -1.5), scores(-1.0, -1.0)]
 
 
-def shaped(*overrides, old=None, ref=None):
+def shaped(*overrides, old=None, ref=None, kl_control=None):
     made, plan = planned(*overrides)
-    return shape(made, stages(made, plan), SEQUENCES, [1.0, 0.0], old=old, ref=ref)
+    control = kl_control or kl_control_of(made)
+    return shape(made, stages(made, plan), SEQUENCES, [1.0, 0.0], old=old, ref=ref, kl_control=control)
 
 
 def test_each_response_token_trains_with_its_sequences_advantage():
@@ -67,7 +69,9 @@ def test_kl_in_the_reward_of_bypass_mode_is_between_rollout_and_ref():
         "algorithm.kl_ctrl.kl_coef=0.1",
         "algorithm.rollout_correction.bypass_mode=true",
     )
-    out = shape(made, stages(made, plan), sampler, [1.0, 0.0], old=None, ref=REF)
+    out = shape(
+        made, stages(made, plan), sampler, [1.0, 0.0], old=None, ref=REF, kl_control=kl_control_of(made)
+    )
     assert out.rewards == pytest.approx((1.0 + 0.05, 0.05))
     assert out.training[1].old_logprobs == (-1.5, -1.0)
 
@@ -84,3 +88,33 @@ def test_exact_true_stops_at_the_first_unequal_bit_and_auto_does_not():
     insist_on_exact(config("trainfer.exact=true"), {"mismatch/bitwise_equal_fraction": 1.0})
     with pytest.raises(EngineError, match=r"0\.100%"):
         insist_on_exact(config("trainfer.exact=true"), differs)
+
+
+ADAPTIVE = (
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "algorithm.kl_ctrl.horizon=100",
+)
+
+
+def test_an_adaptive_weight_follows_verls_rule():
+    control = kl_control_of(config(*ADAPTIVE))
+    out = shaped(*ADAPTIVE, old=OLD, ref=REF, kl_control=control)
+    measured = out.metrics["actor/reward_kl_penalty"]
+    assert measured == pytest.approx(-0.25)  # k1 of (-0.5, 0) and (0, -0.5): see OLD and REF
+    assert out.metrics["actor/reward_kl_penalty_coeff"] == 0.1  # of this step: the move shows in the next one
+    assert control.weight == pytest.approx(0.1 * (1 - 0.2 * 2 / 100))  # far below the target: clipped at -0.2
+
+
+def test_an_adaptive_weight_moves_in_proportion_near_its_target():
+    control = KlControl(0.5, KlTarget(kl=0.1, horizon=1000))
+    control.update(0.11, sequences=50)
+    assert control.weight == pytest.approx(0.5 * (1 + 0.1 * 50 / 1000))
+    control.update(5.0, sequences=50)
+    assert control.weight == pytest.approx(0.5 * 1.005 * (1 + 0.2 * 50 / 1000))
+    fixed = KlControl(0.5)
+    fixed.update(5.0, sequences=50)
+    assert fixed.weight == 0.5
+    with pytest.raises(RewardError, match="nan"):
+        control.update(float("nan"), sequences=1)

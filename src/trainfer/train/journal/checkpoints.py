@@ -76,20 +76,71 @@ class CheckpointStore:
         Raises:
             CheckpointError: saving failed and ``required`` is True. Older checkpoints are untouched.
         """
+        temporary: Path | None = None
         try:
-            folder = self._save(step, write)
+            temporary = self.prepare(step)
+            write(temporary)
+            return self.publish(step, temporary)
         except (OSError, CheckpointError) as error:
-            message = (
-                f"The checkpoint of step {step} was not written: {error}. {_free_space(self.folder)} "
-                "The older checkpoints are untouched. Free space, keep fewer (trainer.max_actor_ckpt_to_keep) "
-                "or save less often (trainer.save_freq)."
-            )
-            if required:
-                raise CheckpointError(message) from error
-            logger.warning("%s Training goes on.", message)
+            if temporary is not None:
+                self.abandon(temporary)
+            self.tell_failure(step, error, required=required)
             return None
+        except BaseException:
+            if temporary is not None:
+                self.abandon(temporary)
+            raise
+
+    def prepare(self, step: int) -> Path:
+        """An empty folder in the making, for ``publish`` or ``abandon``.
+
+        Raises:
+            CheckpointError, OSError: it cannot be made.
+        """
+        temporary = self.folder / f".saving-global_step_{step}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if temporary.exists():
+            if not _is_ours(temporary):
+                raise CheckpointError(f"{temporary} is in the way and was not made by trainfer; move it")
+            shutil.rmtree(temporary)
+        temporary.mkdir()
+        (temporary / OWNER_FILE).touch()
+        return temporary
+
+    def publish(self, step: int, temporary: Path) -> Path:
+        """Give a folder whose files are all written its final name; then let old ones go.
+
+        Raises:
+            OSError: a digest or the marker cannot be written.
+        """
+        final = self.folder / f"global_step_{step}"
+        _write_marker(temporary, step)
+        if final.exists():
+            self._set_aside(final)
+        self.set_aside_after(step)
+        temporary.rename(final)
+        sync_folder(self.folder)
         self._prune()
-        return folder
+        return final
+
+    def abandon(self, temporary: Path) -> None:
+        """Remove a folder in the making."""
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    def tell_failure(self, step: int, error: Exception, *, required: bool) -> None:
+        """Say that a save failed.
+
+        Raises:
+            CheckpointError: ``required`` is True.
+        """
+        message = (
+            f"The checkpoint of step {step} was not written: {error}. {_free_space(self.folder)} "
+            "The older checkpoints are untouched. Free space, keep fewer (trainer.max_actor_ckpt_to_keep) "
+            "or save less often (trainer.save_freq)."
+        )
+        if required:
+            raise CheckpointError(message) from error
+        logger.warning("%s Training goes on.", message)
 
     def newest(self) -> FoundCheckpoint | None:
         """The newest checkpoint whose every file is as it was written; None when there is none.
@@ -122,29 +173,6 @@ class CheckpointStore:
             if prefix not in (".saving", ".removing") or not _NAME.fullmatch(name) or not _is_ours(path):
                 continue
             shutil.rmtree(path)
-
-    def _save(self, step: int, write: Callable[[Path], None]) -> Path:
-        final = self.folder / f"global_step_{step}"
-        temporary = self.folder / f".saving-{final.name}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():
-            if not _is_ours(temporary):
-                raise CheckpointError(f"{temporary} is in the way and was not made by trainfer; move it")
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-        try:
-            (temporary / OWNER_FILE).touch()
-            write(temporary)
-            _write_marker(temporary, step)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        if final.exists():
-            self._set_aside(final)
-        self.set_aside_after(step)
-        temporary.rename(final)
-        sync_folder(self.folder)
-        return final
 
     def _set_aside(self, folder: Path) -> None:
         number = 1

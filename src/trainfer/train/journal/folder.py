@@ -101,6 +101,11 @@ class RunFolder:
         """One file a step."""
         return self.path / "rollouts"
 
+    @property
+    def starts(self) -> Path:
+        """One object per start."""
+        return self.path / "starts.jsonl"
+
     def consistency(self, step: int) -> Path:
         """Where the dumps of a captured step go."""
         return self.path / "consistency" / f"step_{step}"
@@ -117,10 +122,10 @@ class RunFolder:
             **details,
         }
         try:
-            with (self.path / "starts.jsonl").open("a", encoding="utf-8") as file:
+            with self.starts.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
-            logger.warning("%s cannot be written (%s).", self.path / "starts.jsonl", error.strerror)
+            logger.warning("%s cannot be written (%s).", self.starts, error.strerror)
 
     def close(self) -> None:
         """Give the folder free for another process."""

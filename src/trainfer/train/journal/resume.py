@@ -25,6 +25,7 @@ MAY_CHANGE = (
     "trainer.val_*",
     "trainer.test_freq",
     "trainer.save_freq",
+    "actor_rollout_ref.actor.checkpoint.async_save",
     "trainer.max_actor_ckpt_to_keep",
     "trainer.logger",
     "trainer.project_name",

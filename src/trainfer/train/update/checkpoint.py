@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -37,9 +38,9 @@ from trainfer.train.update.checkpoint_names import (
     optimizer_tensors,
     prepare_optimizer_state,
 )
-from trainfer.train.update.checkpoint_rng import load_rng_state, save_rng_state
+from trainfer.train.update.checkpoint_rng import load_rng_state, rng_file, rng_text
 from trainfer.train.update.checkpoint_tensors import StoredTensor, check_tensors, stored_tensors
-from trainfer.train.update.checkpoint_writer import ShardWriter
+from trainfer.train.update.checkpoint_writer import ShardFile, ShardWriter
 
 STATE_FILE = "training_state.json"
 SCHEMA = "trainfer.training_state/1"
@@ -83,6 +84,26 @@ def save_training_state(
     Raises:
         CheckpointError: a file cannot be written (full disk, no permission); what is there is incomplete.
     """
+    stage_training_state(folder, model, optimizer, counters, adapter=adapter, in_memory=False).write()
+
+
+def stage_training_state(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    counters: Mapping[str, Scalar],
+    *,
+    adapter: StoredAdapter | None = None,
+    in_memory: bool = True,
+) -> "StagedState":
+    """The state as it is now, to be written below ``folder`` later by ``write``; every rank calls it.
+
+    All that ranks do together is done here. ``in_memory`` False writes the tensors at once, one file at a time, and leaves
+    the small files alone to ``write``; otherwise a copy of this rank's part is held in host memory.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     tensors = _stored_part(model, adapter)
     scalars: dict[str, dict[str, Scalar]] = {}
@@ -90,25 +111,53 @@ def save_training_state(
     if optimizer is not None:
         tensors |= optimizer_tensors(model, optimizer)
         scalars, groups = optimizer_scalars(model, optimizer)
-    writer = ShardWriter(folder, _spread(tensors))
-    try:
+    writer = ShardWriter(folder, _spread(tensors), staged=in_memory)
+    with _told_as_checkpoint_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with quiet_single_process():
             save_tensors(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
-        save_rng_state(folder, rank)
-        if rank == 0:
-            state = {
-                "schema": SCHEMA,
-                "counters": dict(counters),
-                "tensors": {name: StoredTensor.of(tensor).to_json() for name, tensor in tensors.items()},
-                "optimizer_scalars": scalars,
-                "optimizer_groups": groups,
-                **({} if adapter is None else {"adapter": adapter.to_json()}),
-            }
-            (folder / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    texts = {rng_file(folder, rank): rng_text()}
+    if rank == 0:
+        state = {
+            "schema": SCHEMA,
+            "counters": dict(counters),
+            "tensors": {name: StoredTensor.of(tensor).to_json() for name, tensor in tensors.items()},
+            "optimizer_scalars": scalars,
+            "optimizer_groups": groups,
+            **({} if adapter is None else {"adapter": adapter.to_json()}),
+        }
+        texts[folder / STATE_FILE] = json.dumps(state, indent=1)
+    return StagedState(folder=folder, files=tuple(writer.files), texts=texts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedState:
+    """What one rank still has to write."""
+
+    folder: Path
+    files: tuple[ShardFile, ...]
+    texts: Mapping[Path, str]
+
+    def write(self) -> None:
+        """Write it; meets no other rank.
+
+        Raises:
+            CheckpointError: a file cannot be written.
+        """
+        with _told_as_checkpoint_errors(self.folder):
+            for file in self.files:
+                file.write()
+            for path, text in self.texts.items():
+                path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _told_as_checkpoint_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except CheckpointException as error:
         raise CheckpointError(f"cannot write tensors to {folder}: {first_cause(error)}") from error
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write to {folder}: {error}") from error
 
 

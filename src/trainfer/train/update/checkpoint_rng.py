@@ -22,12 +22,8 @@ def rng_file(folder: Path, rank: int) -> Path:
     return folder / f"rng_rank_{rank}.json"
 
 
-def save_rng_state(folder: Path, rank: int) -> None:
-    """Write ``rng_rank_R.json``.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def rng_text() -> str:
+    """The state of all generators of this process, as it stands in ``rng_rank_R.json``."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -37,7 +33,7 @@ def save_rng_state(folder: Path, rank: int) -> None:
         "torch_cpu": _to_text(torch.get_rng_state()),
         "torch_cuda": _to_text(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
     }
-    rng_file(folder, rank).write_text(json.dumps(state), encoding="utf-8")
+    return json.dumps(state)
 
 
 def load_rng_state(folder: Path, rank: int) -> bool:
