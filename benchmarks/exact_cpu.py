@@ -13,11 +13,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from unittest import mock
 
 import torch
 
-from trainfer.engines.builtin import decode, kv_cache
 from trainfer.engines.registry import make_engine
 from trainfer.exact.calibration import calibrate
 from trainfer.exact.rules import ORDINARY, KeyLengths, using_key_lengths
@@ -99,11 +97,7 @@ def measure(case: Case, safe: KeyLengths, rounds: int) -> None:
             return seconds(case.sample), seconds(case.train)
 
     def ordinary() -> tuple[float, float]:
-        with (
-            using_key_lengths(ORDINARY),
-            mock.patch.object(decode, "ROW_MULTIPLE", 1),
-            mock.patch.object(kv_cache, "ROW_MULTIPLE", 1),
-        ):
+        with using_key_lengths(ORDINARY):
             return seconds(case.sample), seconds(case.train)
 
     exact()
@@ -134,11 +128,11 @@ def main() -> None:
     found = calibrate(make_model(dtype))
     for problem in found.problems:
         print(f"not exact here: {problem}")
-    safe = KeyLengths(safe=found.safe_key_lengths)
+    safe = KeyLengths(safe=found.safe_key_lengths, decode_rows=found.decode_rows)
     for name, prompts in (
         ("4 prompts of 29, 4 samples", [29] * 4),
         ("4 ragged prompts 10..120, 4 samples", [10, 40, 75, 120]),
-        ("3 prompts of 29: 12 rows in 16", [29] * 3),
+        ("3 prompts of 29, 4 samples", [29] * 3),
         ("2 prompts of 170, crossing 192", [170] * 2),
     ):
         measure(Case(f"{name}, {arguments.new} new", prompts, arguments.new, dtype), safe, arguments.rounds)

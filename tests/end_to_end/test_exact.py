@@ -126,7 +126,8 @@ def run_steps(architecture: str, dtype: torch.dtype, *, steps: int, threads: int
         side = Side(architecture, dtype, numbers)
         found = calibrate(side.weights.compute)
         assert found.is_exact, [str(problem) for problem in found.problems]
-        with using_key_lengths(KeyLengths(safe=found.safe_key_lengths)):
+        rules = KeyLengths(safe=found.safe_key_lengths, decode_rows=found.decode_rows)
+        with using_key_lengths(rules):
             for step in range(steps):
                 requests = list(random_requests(numbers, long=step % 10 == 0))
                 completions = side.rollout.generate(requests)
@@ -148,7 +149,7 @@ def run_steps(architecture: str, dtype: torch.dtype, *, steps: int, threads: int
     return tokens
 
 
-@pytest.mark.parametrize(("threads", "steps"), [(1, 6), (2, 2)])
+@pytest.mark.parametrize(("threads", "steps"), [(1, 6), (2, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_few_steps_are_exact(bitwise_cpu, dtype, threads, steps):
     assert run_steps("qwen3", dtype, steps=steps, threads=threads, seed=3) > 100

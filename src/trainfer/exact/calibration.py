@@ -41,37 +41,15 @@ from trainfer.exact.attention import (
 from trainfer.exact.layout import lay_out
 from trainfer.exact.logprobs import log_distribution
 from trainfer.exact.packed import ROW_MULTIPLE, CausalModel, PackedBatch, forward_logits, pack
+from trainfer.exact.row_problems import Problem, activation_problems, decode_rows, linear_problems
 from trainfer.exact.rules import KEY_BLOCK, KEY_MULTIPLE, KeyLengths, using_key_lengths
 
-_ROWS = (*range(ROW_MULTIPLE, 65, ROW_MULTIPLE), 96, 128, 200)
-"""Row counts that are held against the reference."""
-_REFERENCE_FLOPS = 4e9
-"""The reference product of a huge layer is kept below this; its row counts above that size are not tried."""
 _POSITIONS = (
     0, 1, 15, 16, 100, 190, 191, 192, 207, 300, 383, 384, 399, 510,
     511, 512, 530, 703, 704, 720, 896, 1023, 1024, 1090,
 )  # fmt: skip
 """Where decode is held against prefill."""
-_ACTIVATIONS = frozenset({"act_fn", "act", "activation_fn", "activation"})
-"""Names of the modules that hold an MLP's activation."""
-_WIDTHS = 3
-_PARALLEL_ELEMENTS = 1 << 16
-"""Elements a thread: twice what PyTorch gives to one thread alone."""
 _TRIAL_LENGTHS = (5, 21, 40, 9, 2, 33)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """An operator whose result for a row depends on what else is there.
-
-    Example: ``Problem(operator="linear 256 -> 768, float32", detail="8 rows differ from the same rows among 264")``.
-    """
-
-    operator: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.operator}: {self.detail}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +60,8 @@ class Calibration:
     """Within a block; see ``rules.KeyLengths``."""
     problems: tuple[Problem, ...]
     """Empty: exact mode holds here."""
+    decode_rows: int = ROW_MULTIPLE
+    """Of which a decode step's rows are a multiple."""
 
     @property
     def is_exact(self) -> bool:
@@ -136,68 +116,11 @@ def calibrate(model: nn.Module) -> Calibration:
                 problems += [problem for shape in shapes for problem in attention_problems(shape)]
             if not problems:
                 problems += trial_problems(model)
-    return Calibration(safe_key_lengths=lengths.safe, problems=tuple(problems))
+            rows = decode_rows(model) if on_cpu and not problems else ROW_MULTIPLE
+    return Calibration(safe_key_lengths=lengths.safe, problems=tuple(problems), decode_rows=rows)
 
 
-# The model's own linears and its log-softmax.
-
-
-def linear_problems(model: nn.Module) -> Iterator[Problem]:
-    """One for each kind of linear layer that fails: class, sizes, bias and dtype make a kind."""
-    seen: set[tuple[object, ...]] = set()
-    for name, module in model.named_modules():
-        weight = dict(module.named_parameters(recurse=False)).get("weight")
-        is_product = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        if weight is None or not is_product:
-            continue
-        inner, outputs = weight.shape if type(module).__name__ == "Conv1D" else weight.shape[::-1]
-        kind = (type(module), inner, outputs, "bias" in dict(module.named_parameters()), weight.dtype)
-        if kind in seen:
-            continue
-        seen.add(kind)
-        detail = _row_dependence(module, inner, outputs, weight)
-        if detail is not None:
-            yield Problem(
-                operator=f"{name} (linear {inner} -> {outputs}, {_word(weight.dtype)})", detail=detail
-            )
-
-
-def _row_dependence(module: nn.Module, inner: int, outputs: int, weight: Tensor) -> str | None:
-    affordable = int(_REFERENCE_FLOPS / (2 * inner * outputs)) // ROW_MULTIPLE * ROW_MULTIPLE
-    total = max(9 * ROW_MULTIPLE, min(_ROWS[-1] + 8 * ROW_MULTIPLE, affordable))
-    rows = torch.randn(1, total, inner, device=weight.device).to(weight.dtype)
-    reference = module(rows)
-    for count in _ROWS:
-        if count > total - ROW_MULTIPLE:
-            break
-        for start in (0, ROW_MULTIPLE):
-            if not torch.equal(module(rows[:, start : start + count]), reference[:, start : start + count]):
-                return f"{count} rows differ from the same rows among {total}"
-    return None
-
-
-def activation_problems(model: nn.Module) -> Iterator[Problem]:
-    """Functions of single elements, which a library may compute by vectors here and one by one there."""
-    kinds = {
-        type(module): (name, module)
-        for name, module in model.named_modules()
-        if name.rsplit(".", 1)[-1] in _ACTIVATIONS and not list(module.parameters())
-    }
-    widths = {module.in_features for module in model.modules() if isinstance(module, nn.Linear)}
-    dtype = next(model.parameters()).dtype
-    for name, module in kinds.values():
-        for width in sorted(widths)[:_WIDTHS]:
-            total = max(32, round_up(_PARALLEL_ELEMENTS * torch.get_num_threads() // width, ROW_MULTIPLE))
-            rows = torch.randn(1, total + ROW_MULTIPLE, width).to(dtype)
-            reference = module(rows)
-            for count in (ROW_MULTIPLE, 3 * ROW_MULTIPLE, total // 2 // ROW_MULTIPLE * ROW_MULTIPLE, total):
-                if not torch.equal(module(rows[:, :count]), reference[:, :count]):
-                    yield Problem(
-                        operator=f"{name} ({type(module).__name__} of {width}, {_word(dtype)})",
-                        detail=f"{count} rows differ from the same rows among {total + ROW_MULTIPLE} at "
-                        f"{torch.get_num_threads()} threads; try another OMP_NUM_THREADS",
-                    )
-                    return
+# The log-softmax.
 
 
 def logprob_problems(model: nn.Module) -> Iterator[Problem]:

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from trainfer.exact.calibration import Calibration, Problem, calibrate
+from trainfer.exact.row_problems import DECODE_ROWS
 from trainfer.exact.rules import KEY_BLOCK, KEY_MULTIPLE
 
-VERSION = 1
+VERSION = 2
 """Raise it when the functions that are measured change."""
 
 
@@ -89,7 +90,7 @@ def _read(file: Path) -> Calibration | None:
     """None where there is none, or one that this version did not write."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        lengths = tuple(record["safe_key_lengths"])
+        lengths, rows = tuple(record["safe_key_lengths"]), record["decode_rows"]
         problems = tuple(
             Problem(operator=str(p["operator"]), detail=str(p["detail"])) for p in record["problems"]
         )
@@ -97,7 +98,9 @@ def _read(file: Path) -> Calibration | None:
         return None
     allowed = range(KEY_MULTIPLE, KEY_BLOCK + 1, KEY_MULTIPLE)
     is_sound = lengths and lengths[-1] == KEY_BLOCK and list(lengths) == [n for n in allowed if n in lengths]
-    return Calibration(safe_key_lengths=lengths, problems=problems) if is_sound else None
+    if not is_sound or rows not in DECODE_ROWS:
+        return None
+    return Calibration(safe_key_lengths=lengths, problems=problems, decode_rows=rows)
 
 
 def _write(file: Path, calibration: Calibration) -> None:

@@ -5,7 +5,7 @@ weight are float32 on a CPU. Everything else (other dtypes, other devices, subcl
 as before. Parameters, names and checkpoints do not change. Half precision on a CUDA device goes to ``exact.gpu_linear``.
 
 Why: PyTorch's own choice there is MKL, whose order of summation changes below 4 rows a thread. oneDNN's does not
-from 2 rows on, at any number of threads, so a row has the same bits alone (padded to ``packed.ROW_MULTIPLE``), in a
+from 2 rows on, at any number of threads, so a row has the same bits alone (padded to a multiple of 2), in a
 batch, in decode and in training. On processors for which MKL has no native kernels it also takes half the time.
 ``benchmarks/linear.py`` measures both.
 """
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainfer.exact import gpu
+from trainfer.exact.activation import route_activations
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -91,8 +92,9 @@ def route_linears(model: nn.Module) -> int:
 
     The layer keeps its parameters, hooks and place; only its class changes, so copies, checkpoints and ``isinstance``
     tests work as before. Subclasses are left alone: they have a forward of their own. Where PyTorch was built without
-    oneDNN nothing changes.
+    oneDNN nothing changes. SiLU modules go to ``activation.silu`` along with them.
     """
+    route_activations(model)
     if not torch.backends.mkldnn.is_available():
         return 0
     plain = [module for module in model.modules() if type(module) is nn.Linear]

@@ -69,7 +69,7 @@ def _norm_forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
 def _mlp_forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         mlp = cast(_Mlp, self)
-        is_silu = type(mlp.act_fn).__name__ in ("SiLUActivation", "SiLU")
+        is_silu = type(mlp.act_fn).__name__ in ("SiLUActivation", "SiLU", "RoutedSiLU")
         if not gpu.computes(x) or not is_silu or _is_watched(mlp.act_fn):
             return kind.forward(self, x)
         return mlp.down_proj(gpu.silu_product(mlp.gate_proj(x), mlp.up_proj(x)))

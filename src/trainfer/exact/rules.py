@@ -1,7 +1,7 @@
-"""The shapes that attention on this process's CPU must keep to; measured by ``calibration``, read by ``attention``.
+"""The shapes that forwards on this process's CPU must keep to; measured by ``calibration``, read by ``attention``.
 
-Takes key lengths that were found safe; says how long keys must be and where query rows are cut. One set of rules
-holds for a process at a time, because trainer and engine must keep to the same.
+Takes key lengths that were found safe; says how long keys must be and where query rows are cut, and how many rows a
+decode step has. One set of rules holds for a process at a time, because trainer and engine must keep to the same.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,12 @@ class KeyLengths:
 
     safe: tuple[int, ...]
     """Lengths within a block, ascending, multiples of ``KEY_MULTIPLE``; the last one is ``KEY_BLOCK``."""
+    decode_rows: int = 8
+    """Rows of a decode step are a multiple of this, by dummy rows; ``packed.ROW_MULTIPLE`` is safe where fewer were not tried."""
 
     def __post_init__(self) -> None:
         assert self.safe[-1] == KEY_BLOCK
+        assert self.decode_rows >= 1
         assert all(length % KEY_MULTIPLE == 0 for length in self.safe)
 
     def padded(self, length: int) -> int:
@@ -46,8 +49,8 @@ class KeyLengths:
 
 MEASURED = KeyLengths(safe=(*range(16, 193, 16), *range(384, 513, 16)))
 """A Zen 5 with MKL 2024.2: between these lengths MKL takes another kernel for P·V."""
-ORDINARY = KeyLengths(safe=tuple(range(16, 513, 16)))
-"""Exact mode off: keys are padded to whole vectors alone."""
+ORDINARY = KeyLengths(safe=tuple(range(16, 513, 16)), decode_rows=1)
+"""Exact mode off: keys are padded to whole vectors alone, and decode has no dummy rows."""
 
 _current: list[KeyLengths] = [MEASURED]
 

@@ -55,5 +55,6 @@ def _obstacle(config: TrainConfig, model: nn.Module, trains_in: torch.dtype) -> 
     if not calibration.is_exact:
         more = len(calibration.problems) - 1
         return f"{calibration.problems[0]}" + (f" (and {more} more)" if more else "")
-    use_key_lengths(KeyLengths(safe=calibration.safe_key_lengths))
+    lengths, rows = calibration.safe_key_lengths, calibration.decode_rows
+    use_key_lengths(KeyLengths(safe=lengths, decode_rows=rows))
     return None

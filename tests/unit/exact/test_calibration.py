@@ -172,8 +172,10 @@ def test_a_calibration_is_read_back_and_anything_else_is_measured_anew(tmp_path:
         "",
         "[]",
         "{}",
-        '{"safe_key_lengths": [3], "problems": []}',
-        '{"safe_key_lengths": [], "problems": []}',
+        '{"safe_key_lengths": [3], "problems": [], "decode_rows": 8}',
+        '{"safe_key_lengths": [], "problems": [], "decode_rows": 8}',
+        '{"safe_key_lengths": [16, 512], "problems": [], "decode_rows": 3}',
+        '{"safe_key_lengths": [16, 512], "problems": []}',
     ):
         file.write_text(damaged)
         assert calibration_of(model, folder=tmp_path) == first

@@ -1,7 +1,7 @@
 """Which slot of the decode window holds which sequence, and the tensors of one decode step.
 
 Takes the sequences that decode now; gives ids, positions and the plan of one forward ``[1, B]``, B a multiple
-of ``ROW_MULTIPLE``. A sequence keeps its slot while it runs; slots of finished ones are taken by newcomers or
+of ``rules.KeyLengths.decode_rows``. A sequence keeps its slot while it runs; slots of finished ones are taken by newcomers or
 by the last slot's sequence, so that no hole costs compute for long.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from trainfer.engines.builtin.kv_cache import DecodePlan, DecodeWindow, PagedCache
 from trainfer.engines.builtin.scheduler import Tracked
-from trainfer.exact.attention import round_up, safe_key_length
-from trainfer.exact.packed import ROW_MULTIPLE
+from trainfer.exact.attention import safe_key_length
+from trainfer.exact.rules import key_lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class DecodeSlots:
         longest = max(sequence.length for sequence in sequences)
         self._window.reserve(longest)
         self._place(sequences)
-        num_idle = round_up(len(self._slots), ROW_MULTIPLE) - len(self._slots)
+        num_idle = -len(self._slots) % key_lengths().decode_rows
         positions = [sequence.length - 1 for sequence in self._slots] + [0] * num_idle
         capacity = self._window.capacity
         columns = torch.tensor(
