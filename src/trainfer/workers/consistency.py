@@ -193,7 +193,9 @@ class Consistency:
         reason = group.watch(order)
         if reason is not None:
             self._is_possible = False
-            logger.warning("No step is captured: %s (rollout.name=builtin and hf can be watched).", reason)
+            logger.warning(
+                "No step is captured: %s (rollout.name=builtin, hf and vllm can be watched).", reason
+            )
             return None
         return Job(step=step, rollout=folder / names[0], train=folder / names[1], out=folder)
 

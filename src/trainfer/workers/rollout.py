@@ -6,9 +6,9 @@ engine's own (``train.rollout.engine``).
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainfer.train.rollout.engine import Engine, HasModule
+from trainfer.train.rollout.engine import Engine, HasLlm, HasModule
 from trainfer.types import Completion, GenerationRequest
 from trainfer.workers.watching import CaptureOrder, Recorded, StepCapture, prompts_recorded, watched
 
@@ -24,9 +24,11 @@ class RolloutWorker:
         self._order: CaptureOrder | None = None
 
     @property
-    def module(self) -> nn.Module | None:
-        """What the engine computes with, where it can be watched from this process."""
-        return self.engine.module if isinstance(self.engine, HasModule) else None
+    def module(self) -> object | None:
+        """What can be watched from this process: the module that the engine computes with, or its vLLM."""
+        if isinstance(self.engine, HasModule):
+            return self.engine.module
+        return self.engine.llm if isinstance(self.engine, HasLlm) else None
 
     def watch(self, order: CaptureOrder | None) -> None:
         """Capture what is sampled from now on; None ends it."""
@@ -40,7 +42,8 @@ class RolloutWorker:
         version = self.engine.weights_version
         with watched(self.module, order, side="rollout", pass_name=None, version=version) as watching:
             completions = self.engine.generate(requests, on_tokens=on_tokens)
-            if watching is not None and order is not None:
+            # vLLM's workers record by themselves, under vLLM's request ids
+            if watching is not None and order is not None and not isinstance(self.engine, HasLlm):
                 _record(watching, order, requests, completions)
         return completions
 

@@ -1,6 +1,6 @@
 """A captured step on one rank: what the engine and the actor compute, into one dump a side.
 
-Takes a ``CaptureOrder`` and a module; opens the capture around the calls that the worker makes anyway. It changes
+Takes a ``CaptureOrder`` and a module (or a vLLM engine); opens the capture around the calls that the worker makes anyway. It changes
 nothing of what is computed, and whatever goes wrong with it ends the capture, not the run: a line says so, and the
 comparison finds the dump missing or incomplete.
 """
@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from torch import nn
-
-from trainfer.check.probe.capture import Capture, capture
+from trainfer.check.probe.capture import Capture
 from trainfer.errors import TrainferError
+from trainfer.integrations.capture import capture
+from trainfer.integrations.vllm.capture import VllmCapture
 from trainfer.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -58,12 +58,12 @@ class StepCapture:
     """One side of a captured step on one rank."""
 
     def __init__(
-        self, model: nn.Module, order: CaptureOrder, *, side: str, pass_name: str | None, weights_version: int
+        self, model: object, order: CaptureOrder, *, side: str, pass_name: str | None, weights_version: int
     ) -> None:
         self.records = True
         """False: ``record`` does nothing."""
         self._side = side
-        self._open: Capture | None = None
+        self._open: Capture | VllmCapture | None = None
         try:
             opened = capture(
                 model,
@@ -133,7 +133,7 @@ class StepCapture:
 
 @contextmanager
 def watched(
-    model: nn.Module | None,
+    model: object | None,
     order: CaptureOrder | None,
     *,
     side: str,

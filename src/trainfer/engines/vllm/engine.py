@@ -56,6 +56,12 @@ class VllmEngine:
         """Number of optimizer steps behind the weights."""
         return self._weights_version
 
+    @property
+    def llm(self) -> Any:
+        """The ``vllm.LLM``, awake, for a capture of what its workers compute."""
+        self._wake()
+        return self._llm
+
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_tokens: Callable[[int], None] | None = None
     ) -> list[Completion]:

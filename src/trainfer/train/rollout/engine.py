@@ -53,3 +53,13 @@ class HasModule(Protocol):
     def module(self) -> nn.Module:
         """The module; hooks on it see every forward, and change no token."""
         ...
+
+
+@runtime_checkable
+class HasLlm(Protocol):
+    """An engine whose model lives in vLLM, which a probe watches in its workers."""
+
+    @property
+    def llm(self) -> object:
+        """The ``vllm.LLM``."""
+        ...
