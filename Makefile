@@ -11,7 +11,7 @@ export RAY_AUTH_MODE ?= disabled
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-msprobe setup-verl demo test test-slow test-vllm test-msprobe test-verl check fix bench docs gpu clean
+.PHONY: help setup setup-vllm setup-msprobe setup-verl setup-verl061 demo test test-slow test-vllm test-msprobe test-verl test-verl061 check fix bench docs gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,20 @@ $(VLLM_READY): $(READY) constraints-vllm.txt
 	@touch $@
 
 setup-vllm: $(VLLM_READY)  ## add vLLM's CPU build to .venv
+
+VERL061_READY := .venv-verl061/.ready
+
+$(VERL061_READY): $(READY) pyproject.toml tests/verl/requirements-verl061.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	test -x .venv-verl061/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv-verl061
+	$(BIN)/uv pip install --quiet --python .venv-verl061/bin/python --override tests/verl/overrides-verl061.txt -r tests/verl/requirements-verl061.txt
+	$(BIN)/uv pip install --quiet --python .venv-verl061/bin/python --no-deps datasets==4.0.0 tests/verl/vllm_name_061 tests/verl/cpu_help_061 -e .
+	@touch $@
+
+setup-verl061: $(VERL061_READY)  ## verl 0.6.1 and vLLM 0.11 on the CPU in an environment of their own (8 GB)
+
+test-verl061: $(VERL061_READY)  ## whole stock runs of verl 0.6.1 under trainfer attach (a minute a run on free cores)
+	$(BIN)/python -m pytest -m verl tests/verl/test_verl061_runs.py
 
 .venv-msprobe/bin/msprobe:
 	$(PYTHON) -m venv .venv-msprobe
