@@ -1,7 +1,8 @@
 """Writes which weights a side computed with: one fingerprint per parameter and buffer, or all of them.
 
 Takes a model; gives weight records. Tied names are told; of a sharded tensor this rank's part is fingerprinted, so that
-the parts of all ranks add up to the whole's. Notices when an optimizer has written in place.
+the parts of all ranks add up to the whole's, in the format that FSDP2's mixed precision computes with, not that of the
+masters. Notices when an optimizer has written in place.
 """
 # pyright: standard
 # (distributed tensors have partial types)
@@ -10,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -40,6 +42,7 @@ class WeightWatcher:
         self._written_at = self._counters()
         names = named_tensors(self._model)
         first_names: dict[int, str] = {}
+        formats = computed_formats(self._model)
         for name, tensor in [
             *self._model.named_parameters(remove_duplicate=False),
             *self._model.named_buffers(remove_duplicate=False),
@@ -48,18 +51,28 @@ class WeightWatcher:
             full_name = f"{module}.{local}" if module else local
             tied_to = first_names.get(id(tensor))
             first_names.setdefault(id(tensor), full_name)
-            self._write_one(full_name, module, tensor, tied_to, step=step, version=version)
+            used = formats.get(id(tensor))
+            self._write_one(full_name, module, tensor, tied_to, step=step, version=version, used=used)
         self._writer.flush()
 
     def _write_one(
-        self, name: str, module: str, tensor: Tensor, tied_to: str | None, *, step: int, version: int
+        self,
+        name: str,
+        module: str,
+        tensor: Tensor,
+        tied_to: str | None,
+        *,
+        step: int,
+        version: int,
+        used: torch.dtype | None,
     ) -> None:
-        dtype = DTYPE_NAMES.get(tensor.dtype)
+        format_used = used or tensor.dtype
+        dtype = DTYPE_NAMES.get(format_used)
         if dtype is None or tensor.is_meta:
             self._sink.problem(f"{name} ({tensor.dtype}) has no fingerprint", module=module)
             return
         try:
-            part, parts, text = part_fingerprint(tensor.detach())
+            part, parts, text = part_fingerprint(tensor.detach().to(format_used))
         except UNREADABLE as error:
             self._sink.problem(f"{name} has no fingerprint: {error}", module=module)
             return
@@ -82,6 +95,19 @@ class WeightWatcher:
 
     def _counters(self) -> int:
         return sum(_local(parameter)._version for parameter in self._model.parameters())
+
+
+def computed_formats(model: nn.Module) -> dict[int, torch.dtype]:
+    """By id, the format in which FSDP2's mixed precision gathers a parameter, where it is not the stored one."""
+    formats: dict[int, torch.dtype] = {}
+    for module in model.modules():  # a module before those inside it, whose own policy then counts
+        if isinstance(module, FSDPModule):
+            wanted = fully_shard.state(module)._mp_policy.param_dtype
+            for parameter in module.parameters():
+                formats.pop(id(parameter), None)
+                if wanted is not None and parameter.is_floating_point():
+                    formats[id(parameter)] = wanted
+    return formats
 
 
 def _local(tensor: Tensor) -> Tensor:
