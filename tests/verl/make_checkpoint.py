@@ -40,8 +40,8 @@ def main():
     )
     fast.chat_template = CHAT
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=False,
+        vocab_size=vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False,
         eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)

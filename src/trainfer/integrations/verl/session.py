@@ -11,11 +11,33 @@ from functools import cache
 
 from torch import nn
 
+from trainfer.check.dump.writer import DumpWriter
 from trainfer.check.probe.calls import RowSource
-from trainfer.check.probe.capture import Capture, capture
+from trainfer.check.probe.capture import MODULE_MEANS, Capture, Means
+from trainfer.check.probe.settings import CaptureSettings, check_settings
+from trainfer.check.probe.sink import TensorSink
+from trainfer.check.probe.weights import WeightWatcher
 from trainfer.errors import TrainferError
 from trainfer.integrations.verl.journal import Journal
 from trainfer.integrations.verl.settings import AttachSettings, from_environment
+
+
+class StatedWeights(WeightWatcher):
+    """Weights that change when somebody says so, at an optimizer step.
+
+    FSDP writes into its shards without changing them, so that the counters of parameters say too much.
+    """
+
+    stepped: bool = False
+
+    def changed(self) -> bool:
+        """True where an optimizer step was taken since the last ``write``."""
+        return self.stepped
+
+    def write(self, *, step: int, version: int) -> None:
+        """As ``WeightWatcher``."""
+        self.stepped = False
+        super().write(step=step, version=version)
 
 
 @dataclass(slots=True)
@@ -25,6 +47,12 @@ class OpenPass:
     name: str
     step: int
     capture: Capture
+    weights: list[StatedWeights] = field(default_factory=list[StatedWeights])
+
+    def stepped(self) -> None:
+        """The optimizer has changed the weights; forwards that follow have the next version."""
+        for weights in self.weights:
+            weights.stepped = True
 
     def use_rows(self, rows: RowSource) -> None:
         """Name the rows of the calls that follow."""
@@ -85,31 +113,52 @@ class Session:
         self._begun[name] = seen + 1
         return seen
 
-    def begin_pass(self, name: str, model: nn.Module, *, step: int | None = None) -> OpenPass | None:
+    def begin_pass(
+        self, name: str, model: nn.Module, *, step: int | None = None, states_steps: bool = False
+    ) -> OpenPass | None:
         """Capture ``model`` until ``end_pass``; None where this step or pass is not asked for.
 
         Args:
             name: ``old_log_prob``, ``ref_log_prob`` or ``update``.
             model: The module whose forward is called.
             step: The step it belongs to; None: the one that is running.
+            states_steps: The caller says by ``OpenPass.stepped`` when weights change; else they are watched.
         """
         number = self.step if step is None else step
         wanted = self.settings.wants_step(number) and name in self.settings.passes
         if not wanted or self.open_pass is not None:
             return None
-        opened = capture(
-            model,
-            self.settings.pass_folder(number, name),
-            side="train",
-            pass_name=name,
-            weights_version=number,
-            task=self.settings.task,
-            max_bytes=self.settings.max_bytes,
+        stated: list[StatedWeights] = []
+
+        def stating(model: nn.Module, writer: DumpWriter, sink: TensorSink, full: bool) -> StatedWeights:  # noqa: FBT001
+            stated.append(StatedWeights(model, writer, sink, full=full))
+            return stated[0]
+
+        means = Means(weights=stating) if states_steps else MODULE_MEANS
+        opened = Capture(
+            model, self.settings.pass_folder(number, name), self._capture_settings(name, number), None, means
         )
         opened.describe_run({"verl": self.settings.verl, "step": number, "attached": True})
         opened.__enter__()
-        self.open_pass = OpenPass(name=name, step=number, capture=opened)
+        self.open_pass = OpenPass(name=name, step=number, capture=opened, weights=stated)
         return self.open_pass
+
+    def _capture_settings(self, name: str, version: int) -> CaptureSettings:
+        return check_settings(
+            side="train",
+            pass_name=name,
+            weights_version=version,
+            level="L0",
+            task=self.settings.task,
+            backward=False,
+            modules=None,
+            steps=None,
+            ranks=None,
+            token_range=None,
+            prompts_only=False,
+            weights="fingerprint",
+            max_bytes=self.settings.max_bytes,
+        )
 
     def end_pass(self, error: BaseException | None = None) -> None:
         """Close the dump of the open pass, if there is one."""

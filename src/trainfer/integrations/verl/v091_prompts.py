@@ -48,11 +48,15 @@ def _mean_logprob(*, model_output: dict[str, Any], **_others: object) -> tuple[A
 
 
 def optimizer_step(call: Call) -> Steps:
-    """``optimizer_step`` of a prompts-only step: skipped."""
+    """``optimizer_step``: the weights are others now; in a prompts-only step it is skipped."""
     state = session()
     if trims_now(state):
         state.journal.note(
             f"step {state.step}: prompts only, so this optimizer step is SKIPPED and the policy does not change"
         )
         call.skip(0.0)
+        yield
+        return
     yield
+    if state.open_pass is not None:
+        state.open_pass.stepped()

@@ -47,7 +47,7 @@ def update(call: Call) -> Steps:
 
 def _captured(name: str, worker: Any, *, step: int | None = None) -> Steps:
     state = session()
-    state.begin_pass(name, worker.engine.module, step=step)
+    state.begin_pass(name, worker.engine.module, step=step, states_steps=True)
     error: BaseException | None = None
     try:
         yield
