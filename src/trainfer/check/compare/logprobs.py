@@ -6,7 +6,7 @@ what it recorded. |Δ log p| is at most twice the largest difference of the scal
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -136,13 +136,25 @@ def _worst(recorded: Floats, derived: Floats, tolerance: float) -> float:
 
 
 def rescored_mean(rollout: ScoredTokens, train: ScoredTokens) -> float | None:
-    """Mean |d| once both sides' logits are read alike (temperature 1, no filter), over tokens that both have."""
-    first = dict(
-        zip(zip(rollout.sequences, rollout.positions, strict=True), plain(rollout, 1.0), strict=True)
+    """Mean |d| once both sides' logits are read alike, over tokens that both have.
+
+    Temperature 1, no filter, and as many columns as the narrower side has: a padded vocabulary takes no part.
+    """
+    width = min(rollout.logits_SV.shape[1], train.logits_SV.shape[1])
+    first, second = (
+        dict(
+            zip(zip(side.sequences, side.positions, strict=True), plain(_cut(side, width), 1.0), strict=True)
+        )
+        for side in (rollout, train)
     )
-    second = dict(zip(zip(train.sequences, train.positions, strict=True), plain(train, 1.0), strict=True))
     common = [abs(float(second[key] - first[key])) for key in first if key in second]
     return sum(common) / len(common) if common else None
+
+
+def _cut(tokens: ScoredTokens, width: int) -> ScoredTokens:
+    if tokens.logits_SV.shape[1] == width or int(tokens.targets_S.max()) >= width:
+        return tokens
+    return replace(tokens, logits_SV=tokens.logits_SV[:, :width])
 
 
 def compare_logprobs(

@@ -212,7 +212,7 @@ class WeightFinding:
     module: str
     kind: str
     """``differs``, ``missing_in_rollout``, ``missing_in_train``, ``tie`` (tied on one side only), ``adapter_missing``,
-    ``adapter_scale``."""
+    ``adapter_scale``, ``padded`` (more rows on one side)."""
     role: str
     rollout_version: int | None
     train_version: int | None

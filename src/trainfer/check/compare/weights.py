@@ -96,6 +96,9 @@ class _Pairing:
             self._add(a, "tie")
         elif not a.fingerprint or not b.fingerprint:
             self.notes.append(f"{a.name} has no fingerprint of the whole: not proven equal")
+        elif is_padded(a, b):
+            text = f"{a.shape[0]} rows in the rollout, {b.shape[0]} in training"
+            self._add(a, "padded", origin=text)
         elif a.dtype != b.dtype:
             self._unlike_dtypes(a, b)
         elif a.fingerprint != b.fingerprint:
@@ -194,6 +197,15 @@ class _Pairing:
                 same_as=origin,
             )
         )
+
+
+def is_padded(a: Weight, b: Weight) -> bool:
+    """More rows on one side, in a head or an embedding: a vocabulary filled up."""
+    leaf = a.module.rpartition(".")[2]
+    same_width = len(a.shape) == len(b.shape) == 2 and a.shape[1] == b.shape[1]
+    return (
+        same_width and a.shape[0] != b.shape[0] and leaf in ("lm_head", "embed_tokens", "output_layer", "wte")
+    )
 
 
 def _same(row: Tensor, value: Tensor | None) -> bool:

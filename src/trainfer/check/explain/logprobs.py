@@ -21,8 +21,8 @@ def logprob_causes(comparison: Comparison) -> list[Cause]:
     result = comparison.logprobs
     if result is None or comparison.stage("logprobs").status is not Status.DIVERGED:
         return []
-    from_logits = _from_readings(result)
-    return from_logits or _from_declarations(result) or _from_ratio(result)
+    found = _from_readings(result) or _from_declarations(result) or _from_ratio(result)
+    return found or _from_path(result)
 
 
 def _share(result: LogprobResult, remaining: float | None) -> float | None:
@@ -68,6 +68,25 @@ def _from_readings(result: LogprobResult) -> list[Cause]:
             )
         )
     return causes
+
+
+def _from_path(result: LogprobResult) -> list[Cause]:
+    """Log-probs that follow from no reading of the side's own logits: they were computed in another way, or elsewhere."""
+    odd = [
+        (side, fit)
+        for side, fit in zip(_SIDES, result.fits, strict=True)
+        if fit is not None and fit.reading == "unknown"
+    ]
+    if not odd or result.rescored is None:
+        return []
+    share = _share(result, result.rescored)
+    evidence = [
+        f"{side}: recorded log-probs are off its own logits' by up to {fit.declared_worst:.3g} nats over {fit.tokens} "
+        "tokens, whatever temperature or filter is assumed"
+        for side, fit in odd
+    ]
+    evidence.append(f"both derived from the captured logits, mean |Δ| is {result.rescored:.2g} nats")
+    return [_cause("logprob.path", share, evidence)]
 
 
 def _words(fit: LogprobFit) -> str:

@@ -129,7 +129,8 @@ def _module_causes(
             *([] if replay is None else causes_of_trials(replay)),
         ]
     if replay is not None and replay.trials:
-        return causes_of_trials(replay)
+        wider = [result for result in comparison.points if _is_wider(result)]
+        return [*causes_of_trials(replay), *[_padded(comparison, result) for result in wider[:1]]]
     if comparison.stage("modules").status is not Status.DIVERGED or found is None:
         return []
     result, rows = found
@@ -140,11 +141,41 @@ def _module_causes(
         f"max |d| {metrics.max_abs:.4g}, cosine {metrics.cosine:.6f}, {result.dtypes[0]} against {result.dtypes[1]}",
         *result.notes,
     )
+    if _is_wider(result):
+        return [_padded(comparison, result)]
     known = None if facts is None else cause_from_facts(comparison, result, rows, facts, evidence)
     module = result.point.module
     if known is not None:
         return [known]
     return [make_cause("module.unknown", stage="modules", module=module, confirmed=False, evidence=evidence)]
+
+
+def _is_wider(result: PointResult) -> bool:
+    is_output = result.point.direction == "output" and result.status is Status.DIVERGED
+    return is_output and bool(result.notes) and "features in the rollout" in result.notes[0]
+
+
+def _padded(comparison: Comparison, result: PointResult) -> Cause:
+    """Rows of one place that are wider on one side: columns that only one side has."""
+    logprobs = comparison.logprobs
+    share, evidence = None, [result.notes[0]]
+    if logprobs is not None and logprobs.rescored is not None:
+        before = float(np.mean(np.abs(logprobs.difference)))
+        share = max(0.0, 1 - logprobs.rescored / before) if before > 0 else None
+        evidence.append(
+            f"over the columns that both have, mean |Δ log p| is {logprobs.rescored:.3g} nats, recorded {before:.3g}"
+        )
+    head = (
+        result.point.module.rpartition(".")[2] in ("lm_head", "output_layer") or result.point.part == "logits"
+    )
+    return make_cause(
+        "head.padded_vocab" if head else "module.unknown",
+        stage="modules",
+        module=result.point.module,
+        share=share,
+        confirmed=share is not None and share > 0.9,
+        evidence=evidence,
+    )
 
 
 def _routing(result: PointResult, flipped: int) -> Cause:

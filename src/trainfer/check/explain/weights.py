@@ -11,6 +11,7 @@ from trainfer.check.explain.fixes import make_cause
 from trainfer.check.explain.records import Cause
 
 _FUSED_PARTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
+_HEADS = ("lm_head", "output_layer", "embed_out")
 _MAX_NAMED = 5
 
 
@@ -30,6 +31,10 @@ def weight_causes(comparison: Comparison) -> list[Cause]:
 def _cause_of(finding: WeightFinding, changed: Sequence[WeightFinding]) -> str:
     if finding.kind == "tie":
         return "weights.tied_head"
+    if finding.kind == "padded":
+        return "head.padded_vocab"
+    if finding.kind.startswith("adapter") and finding.module.rpartition(".")[2] in _HEADS:
+        return "head.adapter"
     if finding.kind.startswith("adapter"):
         return f"weights.{finding.kind}"
     if finding.kind.startswith("missing"):
@@ -70,6 +75,8 @@ def _evidence(finding: WeightFinding) -> str:
             return f"{finding.name} is tied to another parameter on one side only, and its values differ ({versions})"
         case "adapter_missing":
             return f"{finding.name} holds the base without the other side's adapter ({versions})"
+        case "padded":
+            return f"{finding.name} has {finding.same_as} ({versions})"
         case "adapter_scale":
             return f"{finding.name}: {finding.same_as} ({versions})"
         case _:

@@ -19,11 +19,13 @@ from torch import nn
 from trainfer.check.compare.joined import JoinedSides
 from trainfer.check.replay.records import Replay, Trial
 from trainfer.check.replay.trials_bench import SIDES, Bench, Graft
+from trainfer.check.replay.trials_cores import AttentionFacts
 from trainfer.check.replay.trials_layers import attention_facts
 from trainfer.check.replay.trials_linear import (
     adapter_attempts,
     dropout_attempts,
     linear_attempts,
+    router_attempts,
     scaled_attempts,
 )
 from trainfer.check.replay.trials_norm import norm_attempts
@@ -163,6 +165,8 @@ class _Search:
             case "linear" | "head":
                 yield from adapter_attempts(site, adapter_of(site.layer))
                 yield from linear_attempts(site)
+            case "router":
+                yield from router_attempts(site)
             case _:
                 pass
         yield from dropout_attempts(site)
@@ -184,17 +188,20 @@ class _Search:
         return group
 
     def _unknown(self, site: Site, rejected: tuple[tuple[str, float], ...]) -> Trial:
+        """Nothing reproduces; the place itself, or the rows, may still leave one cause only."""
         side = SIDES.index(site.side)
+        cause, evidence = self._by_exclusion(site)
         self.grafts[side].append(_graft_of(site, None))
         found = [
             relative(rows[1], rows[0])[rows[2].numpy()] for rows in map(site.rows, site.usable()) if rows
         ]
         worst = max((float(error.max(initial=0.0)) for error in found), default=0.0)
         return Trial(
-            cause="module.unknown",
+            cause=cause,
             module=site.module,
             side=site.side,
             parameters={"kind": site.kind},
+            evidence=evidence,
             reproduced=False,
             error_before=worst,
             error_after=worst,
@@ -204,6 +211,22 @@ class _Search:
             tokens=_tokens(site),
             floor=site.floor,
         )
+
+    def _by_exclusion(self, site: Site) -> tuple[str, tuple[str, ...]]:
+        if site.kind == "router" or self.bench.has_router(site.module):
+            text = "a router, or what it chose, differs by itself: experts or their weights are not the reference's"
+            return "moe.routing", (text,)
+        if site.kind == "attention":
+            facts = attention_facts(self.bench, site)
+            stale = None if facts is None else _behind_a_cache(site, facts)
+            if stale is not None:
+                return "kv_cache.stale_prefix", (stale,)
+        if site.kind in ("linear", "head"):
+            text = (
+                "its weight is the recorded one and no precision explains it: it computes with another copy"
+            )
+            return "weights.cached_copy", (text,)
+        return "module.unknown", ()
 
     def _share(self) -> float | None:
         """What the last graft took from the mean |Δ log p|, as a share of all of it."""
@@ -261,6 +284,26 @@ def _tokens(site: Site) -> tuple[tuple[int, int], ...]:
         off = (relative(rows[1], rows[0]) > site.floor) & rows[2].numpy()
         found += [(trace.label, int(position)) for position in np.flatnonzero(off)]
     return tuple(found)
+
+
+def _behind_a_cache(site: Site, facts: AttentionFacts) -> str | None:
+    """Evidence that rows are off only behind keys that the side did not compute under these weights; None where not."""
+    touched = supplied = 0
+    for trace, missing in zip(site.usable(), facts.missing, strict=True):
+        rows = site.rows(trace)
+        assert rows is not None
+        off = (relative(rows[1], rows[0]) > site.floor) & rows[2].numpy()
+        prefix = int(missing.sum()) if bool(missing[0]) else 0
+        if off.any() and (prefix == 0 or int(np.flatnonzero(off)[0]) < prefix):
+            return None
+        touched += int(off.any())
+        supplied += prefix if off.any() else 0
+    if not touched:
+        return None
+    text = f"all rows that are off, in {touched} sequences, stand behind {supplied} positions whose keys and values a cache"
+    return (
+        f"{text} supplied; queries and own keys are right, and sequences computed from their start are exact"
+    )
 
 
 def adapter_of(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor, float] | None:

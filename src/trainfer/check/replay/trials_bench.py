@@ -99,13 +99,18 @@ class Bench:
             ("dropout", isinstance(layer, nn.Dropout)),
             ("norm", "norm" in name),
             ("embedding", isinstance(layer, nn.Embedding)),
-            ("router", leaf in ("gate", "router") and not isinstance(layer, nn.Linear)),
+            ("router", leaf in ("gate", "router") and self.has_router(module)),
             ("head", leaf in ("lm_head", "output_layer") and isinstance(weight, Tensor)),
             ("linear", isinstance(weight, Tensor) and weight.dim() == 2),
         ):
             if fits:
                 return kind
         return "other"
+
+    def has_router(self, module: str) -> bool:
+        """True for a block with experts, and for what lies in it."""
+        parents = {parent_of(n) for n in self.modules if n.rpartition(".")[2] in ("experts", "router")}
+        return module in parents or (module.rpartition(".")[2] == "gate" and parent_of(module) in parents)
 
     def exit_of(self, module: str) -> str | None:
         """The output projection of an attention module; None where it is none."""

@@ -123,6 +123,25 @@ def seam_attempts(site: Site, facts: AttentionFacts, bad: Sequence[np.ndarray]) 
             key = "position 0" if back is None else f"position {max(shown - back, 0)}"
             words = f"from row {shown} on {key} {text}"
             yield attempt(facts, "kv_cache.seam", changes, words, row=shown)
+    for by, text in ((1, "one slot too late"), (-1, "one slot too early")):
+        changes = [
+            Change() if first is None else _moved(core, first, by)
+            for core, first in zip(facts.cores, firsts, strict=True)
+        ]
+        words = f"from row {shown} on the entries before it stand {text}"
+        yield attempt(facts, "kv_cache.seam", changes, words, row=shown, moved=by)
+
+
+def _moved(core: Core, first: int, by: int) -> Change:
+    def moved(t: Tensor) -> Tensor:
+        changed = t.clone()
+        if by > 0:
+            changed[1:first] = t[: max(first - 1, 0)]
+        else:
+            changed[: max(first - 1, 0)] = t[1:first]
+        return changed
+
+    return Change(keys=moved, values=moved, rows=torch.arange(len(core.q_THK)) >= first)
 
 
 def _lost(core: Core, first: int, key: int) -> Change:

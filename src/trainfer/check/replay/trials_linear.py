@@ -149,6 +149,27 @@ def adapter_attempts(site: Site, factors: tuple[Tensor, Tensor, float] | None) -
     )
 
 
+def router_attempts(site: Site) -> Iterator[Attempt]:
+    """A router in a low precision."""
+    weight = weight_of(site.layer)
+    if weight is None:
+        return
+    for name, dtype in _LOW.items():
+        for what, predicted in _low(site, weight, None, dtype).items():
+            rows = [site.rows(trace) for trace in site.usable()]
+            if any(r is None or r[0].shape != p.shape for r, p in zip(rows, predicted, strict=True)):
+                return
+            yield Attempt(
+                hypothesis=Hypothesis(
+                    cause="moe.routing",
+                    parameters={"dtype": name, "what": what},
+                    evidence=(f"the router's logits: {what} rounded to {name} on this side",),
+                    grid=True,
+                ),
+                predicted=predicted,
+            )
+
+
 def scaled_attempts(site: Site) -> Iterator[Attempt]:
     """The whole output times one number: an embedding's or a router's scale, a multiplier left out."""
     computed, captured = [], []
