@@ -332,12 +332,8 @@ def _engine_config(runner: Any) -> dict[str, object]:
 
 def _run_eagerly() -> None:
     """Leave compiled code for this forward: it runs no hooks."""
-    from vllm.forward_context import (  # pyright: ignore[reportMissingImports]
-        get_forward_context,
-        is_forward_context_available,
-    )
+    from vllm import forward_context  # pyright: ignore[reportMissingImports]
 
-    if is_forward_context_available():
-        context = get_forward_context()
-        if hasattr(context, "skip_compiled"):
-            context.skip_compiled = True
+    context = vars(forward_context)["_forward_context"]  # what 0.11 lacks a question for
+    if context is not None and hasattr(context, "skip_compiled"):
+        context.skip_compiled = True
