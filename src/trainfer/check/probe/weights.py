@@ -11,7 +11,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -102,7 +102,7 @@ def computed_formats(model: nn.Module) -> dict[int, torch.dtype]:
     formats: dict[int, torch.dtype] = {}
     for module in model.modules():  # a module before those inside it, whose own policy then counts
         if isinstance(module, FSDPModule):
-            wanted = fully_shard.state(module)._mp_policy.param_dtype
+            wanted = module._get_fsdp_state()._mp_policy.param_dtype
             for parameter in module.parameters():
                 formats.pop(id(parameter), None)
                 if wanted is not None and parameter.is_floating_point():
