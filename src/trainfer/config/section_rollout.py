@@ -100,7 +100,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     enable_chunked_prefill: Annotated[
         bool,
         Meta(
-            description="Let vllm split long prompts over several forwards, mixed with decoding; other engines never split one."
+            description="Let vllm split long prompts over several forwards, mixed with decoding. Builtin splits prompts above `max_num_batched_tokens` on a CPU, whatever this says, and hf none."
         ),
     ] = True
     gpu_memory_utilization: Annotated[
