@@ -71,6 +71,15 @@ def test_an_engine_process_of_vllms_own_is_refused(folder, monkeypatch):
         start(folder)
 
 
+def test_prompts_that_do_not_fit_into_one_step_together_are_sampled_by_their_seeds(folder):
+    asked = requests(12, 1, SamplingParams(max_new_tokens=4))
+    assert sum(len(request.prompt_ids) for request in asked) > 200
+    engine = start(folder, max_num_batched_tokens=64, max_num_seqs=16)
+    completions = engine.generate(asked)
+    engine.close()
+    assert gaps(reload(folder), asked, completions).max() <= 2e-5
+
+
 def test_variables_of_the_user_stay_and_vllms_own_do_not_leak(folder, monkeypatch):
     import os
 

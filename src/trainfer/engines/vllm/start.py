@@ -45,9 +45,15 @@ def llm_arguments(settings: VllmSettings) -> dict[str, Any]:
         "tensor_parallel_size": settings.tensor_parallel_size,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        "max_num_batched_tokens": max(
+            settings.max_num_batched_tokens,
+            settings.max_num_seqs,
+            settings.max_sequence_tokens if on_cpu else 0,
+        ),
         "enable_prefix_caching": settings.enable_prefix_caching,
-        "enable_chunked_prefill": settings.enable_chunked_prefill,
+        # On a CPU vLLM 0.32 dies of a request with a seed whose prompt comes in chunks: it sets the offset of the
+        # request's generator, which CPU generators have not.
+        "enable_chunked_prefill": settings.enable_chunked_prefill and not on_cpu,
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": on_cpu,
         "enable_sleep_mode": settings.sleeps and not on_cpu,

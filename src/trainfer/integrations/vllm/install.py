@@ -2,7 +2,7 @@
 
 ``install(environment)`` reads ``TRAINFER_CAPTURE`` (JSON of ``settings.VllmCaptureSettings``) and covers the model
 runners' ``execute_model`` as soon as vLLM imports them; the first real step then opens the capture, and the end of the
-process, or the step after the last one wanted, closes it. It
+engine or of the process closes it. It
 
 - does nothing, and imports no torch and no vLLM, where the variable is not set;
 - may be called at any time and any number of times: before vLLM is imported, after, in every process. vLLM calls it by itself
@@ -21,11 +21,11 @@ sampled with the first weights, however often they were loaded before. ``steps``
 ``record`` to false to leave them out.
 """
 
-import atexit
 import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing.util
 import os
 import sys
 import warnings
@@ -129,7 +129,8 @@ def _open(runner: Any, settings: VllmCaptureSettings, replica: int) -> bool:
     except Exception as error:  # noqa: BLE001 - a run must not die of being watched
         warnings.warn(f"vLLM is not captured: {type(error).__name__}: {error}", UserWarning, stacklevel=2)
         return False
-    atexit.register(_close, capture)
+    # atexit is not run in children of multiprocessing; this is run in both
+    multiprocessing.util.Finalize(None, _close, args=(capture,), exitpriority=100)
     return True
 
 

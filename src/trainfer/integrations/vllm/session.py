@@ -24,6 +24,7 @@ from trainfer.check.probe.capture import Capture, Means
 from trainfer.check.probe.given import Rows
 from trainfer.check.probe.settings import CaptureSettings, check_settings
 from trainfer.check.probe.sink import CaptureWarning
+from trainfer.errors import CaptureError
 from trainfer.integrations.vllm.answers import Answer, Answers
 from trainfer.integrations.vllm.hooks import StepHooks
 from trainfer.integrations.vllm.schedule import Scheduled, last_rows, read_schedule, rows_of
@@ -51,14 +52,14 @@ class WorkerCapture:
         self._order: list[str] = []
         self._ids: list[int] = []
         self._known: set[str] = set()
-        self._has_run = False
+        self._has_run = self._is_closed = False
         self._problem: str | None = None
         self._hooks: StepHooks | None = None
         self._weights: EffectiveWeights | None = None
         self._covered: list[tuple[object, str]] = []
         self._prompts: set[tuple[int, ...]] = set()
         mode = runner.model_config.logprobs_mode
-        self._answers = Answers(str(vars(mode).get("_value_", mode) if hasattr(mode, "name") else mode))
+        self._answers = Answers(mode if isinstance(mode, str) else mode.value)
         self.rank, self.size = _rank_and_size(settings, replica)
         means = Means(
             hooks=self._make_hooks,
@@ -105,11 +106,14 @@ class WorkerCapture:
             )
 
     def close(self) -> None:
-        """End the capture and leave the runner as it was.
+        """End the capture and leave the runner as it was; a second time does nothing.
 
         Raises:
             CaptureError: no real step ran inside it.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
         for owner, name in self._covered:
             vars(owner).pop(name, None)
         self._covered.clear()
@@ -186,6 +190,7 @@ class WorkerCapture:
         self._cover(runner, "_dummy_run", self._dummy)
         self._cover(runner, "prepare_inputs", self._prepare)
         self._cover(runner, "_determine_batch_execution_and_padding", self._dispatch)
+        self._cover(runner, "shutdown", self._shut_down)
         for owner, name in ((runner, "reload_weights"), (self._model, "load_weights")):
             self._cover(owner, name, self._load)
 
@@ -239,6 +244,13 @@ class WorkerCapture:
     def _load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._weights is not None:
             self._weights.notice_load()
+        return method(*args, **kwargs)
+
+    def _shut_down(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            self.close()
+        except CaptureError as error:
+            warnings.warn(f"the capture of vLLM: {error}", CaptureWarning, stacklevel=2)
         return method(*args, **kwargs)
 
     def _schedule(self, scheduler_output: Any) -> None:
