@@ -81,10 +81,11 @@ class _Block:
 def _blocks(module: Any) -> list[_Block]:
     if isinstance(module, QKVParallelLinear):
         rank, copies = module.tp_rank, module.num_kv_head_replicas
+        value_size = vars(module).get("v_head_size", module.head_size)  # vLLM 0.11 has no other one
         query, key, value = (
             (module.num_heads, module.head_size, module.total_num_heads, rank),
             (module.num_kv_heads, module.head_size, module.total_num_kv_heads, rank // copies),
-            (module.num_kv_heads, module.v_head_size, module.total_num_kv_heads, rank // copies),
+            (module.num_kv_heads, value_size, module.total_num_kv_heads, rank // copies),
         )
         return [
             _Block(local=heads * size, total=total * size, first=place * heads * size)
