@@ -63,7 +63,7 @@ class Answers:
             answer.tokens.extend(int(token) for token in tokens)
             if logprobs is not None and self._are_logprobs:
                 row = place if starts is None else starts[place]
-                answer.logprobs.extend(float(logprobs.logprobs[row + i, 0]) for i in range(len(tokens)))
+                answer.logprobs.extend(float(logprobs.logprobs[row + i][0]) for i in range(len(tokens)))
 
     def rest(self) -> list[Answer]:
         """All that is not ended."""
