@@ -8,18 +8,17 @@ of |Δ log p| is known. Then the next module, until all that is left is inside t
 # pyright: standard
 # (the bench holds modules, which torch does not type)
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from trainfer.check.compare.joined import JoinedSides
-from trainfer.check.replay.records import Replay, Trial
+from trainfer.check.replay.records import ModuleReplay, Replay, Trial
 from trainfer.check.replay.trials_bench import SIDES, Bench, Graft
-from trainfer.check.replay.trials_cores import AttentionFacts
+from trainfer.check.replay.trials_grafts import adapter_of, behind_a_cache, graft_of, graft_to, tokens_of
 from trainfer.check.replay.trials_layers import attention_facts
 from trainfer.check.replay.trials_linear import (
     adapter_attempts,
@@ -30,8 +29,9 @@ from trainfer.check.replay.trials_linear import (
 )
 from trainfer.check.replay.trials_norm import norm_attempts
 from trainfer.check.replay.trials_rope import rope_attempts
+from trainfer.check.replay.trials_rounding import LOW_DTYPES, CastOrder, cast_order
 from trainfer.check.replay.trials_scores import attention_attempts
-from trainfer.check.replay.trials_sites import Attempt, Outcome, Site, relative, weigh
+from trainfer.check.replay.trials_sites import Attempt, Outcome, Site, errors, relative, weigh
 
 MAX_CAUSES = 8
 """Confirmed or unknown, before the search gives up."""
@@ -73,11 +73,24 @@ def find_causes(joined: JoinedSides, model: nn.Module, replay: Replay) -> Replay
         The same replay with ``trials`` and ``remaining``.
     """
     suspects = suspects_of(replay)
-    if not suspects or not joined.tokens.sequences[0]:
+    norms = low_norms(replay)
+    if not (suspects or norms) or not joined.tokens.sequences[0]:
         return replay
     search = _Search(Bench(joined, model), suspects)
-    trials = search.run()
+    trials = [*search.run(), *search.run_norms(norms)]
     return replace(replay, trials=tuple(trials), remaining=search.remaining)
+
+
+def low_norms(replay: Replay) -> list[ModuleReplay]:
+    """Normalisations in a low precision on both sides that differ by themselves, none of them by more than its floor."""
+    return [
+        item
+        for item in sorted(replay.modules, key=lambda module: module.order)
+        if item.operator == "norm"
+        and all(floor.dtype in LOW_DTYPES for floor in item.floors)
+        and max(item.factors) <= 1
+        and bool(np.any(item.difference > item.inherited))
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +130,7 @@ class _Search:
         group = [best, *self._same_elsewhere(best, suspect.side)]
         for item in group:
             exact = None if item.attempt.hypothesis.grid else item.attempt
-            self.grafts[suspect.side].append(_graft_of(item.site, exact))
+            self.grafts[suspect.side].append(graft_of(item.site, exact))
         return Trial(
             cause=best.outcome.hypothesis.cause,
             module=site.module,
@@ -130,7 +143,36 @@ class _Search:
             modules=tuple(item.site.module for item in group),
             evidence=best.outcome.hypothesis.evidence,
             rejected=rejected,
-            tokens=_tokens(site),
+            tokens=tokens_of(site),
+            floor=site.floor,
+        )
+
+    def run_norms(self, norms: Sequence[ModuleReplay]) -> Iterator[Trial]:
+        """One trial where both sides round at another place in their normalisations."""
+        found: list[tuple[Site, CastOrder, Graft]] = []
+        for item in norms[:MAX_SITES]:
+            sites = [self.bench.site(item.module, side, item.floors[side].value) for side in (0, 1)]
+            if sites[0] is None or sites[1] is None or not sites[0].usable() or not sites[1].usable():
+                continue
+            order = cast_order(sites[0], sites[1])
+            if order is not None:
+                found.append((sites[0], order, graft_to(sites[0], order.other)))
+        if not found:
+            return
+        self.grafts[0].extend(graft for _, _, graft in found)
+        site, order, _ = found[0]
+        worst = float(errors(site).max(initial=0.0))
+        yield Trial(
+            cause="norm.cast_order",
+            module=site.module,
+            side=site.side,
+            parameters={"rollout": order.names[0], "train": order.names[1]},
+            reproduced=True,
+            error_before=worst,
+            error_after=worst,
+            share_explained=self._share(),
+            modules=tuple(item[0].module for item in found),
+            evidence=order.evidence,
             floor=site.floor,
         )
 
@@ -191,7 +233,7 @@ class _Search:
         """Nothing reproduces; the place itself, or the rows, may still leave one cause only."""
         side = SIDES.index(site.side)
         cause, evidence = self._by_exclusion(site)
-        self.grafts[side].append(_graft_of(site, None))
+        self.grafts[side].append(graft_of(site, None))
         found = [
             relative(rows[1], rows[0])[rows[2].numpy()] for rows in map(site.rows, site.usable()) if rows
         ]
@@ -208,7 +250,7 @@ class _Search:
             share_explained=self._share(),
             modules=(site.module,),
             rejected=rejected,
-            tokens=_tokens(site),
+            tokens=tokens_of(site),
             floor=site.floor,
         )
 
@@ -218,7 +260,7 @@ class _Search:
             return "moe.routing", (text,)
         if site.kind == "attention":
             facts = attention_facts(self.bench, site)
-            stale = None if facts is None else _behind_a_cache(site, facts)
+            stale = None if facts is None else behind_a_cache(site, facts)
             if stale is not None:
                 return "kv_cache.stale_prefix", (stale,)
         if site.kind in ("linear", "head"):
@@ -262,58 +304,3 @@ class _Search:
     def _mean(values: NDArray[np.float64]) -> float | None:
         usable = values[np.isfinite(values)]
         return float(np.mean(np.abs(usable))) if len(usable) else None
-
-
-def _graft_of(site: Site, attempt: Attempt | None) -> Graft:
-    errors: dict[int, torch.Tensor] = {}
-    for number, trace in enumerate(site.usable()):
-        rows = site.rows(trace)
-        assert rows is not None
-        computed, captured, known = rows
-        other = captured if attempt is None else attempt.predicted[number]
-        off = torch.where(known[:, None], other - computed, torch.zeros_like(computed))
-        errors[trace.label] = torch.nan_to_num(off, nan=0.0, posinf=0.0, neginf=0.0)
-    return Graft(places=site.places, errors=errors)
-
-
-def _tokens(site: Site) -> tuple[tuple[int, int], ...]:
-    found: list[tuple[int, int]] = []
-    for trace in site.usable():
-        rows = site.rows(trace)
-        assert rows is not None
-        off = (relative(rows[1], rows[0]) > site.floor) & rows[2].numpy()
-        found += [(trace.label, int(position)) for position in np.flatnonzero(off)]
-    return tuple(found)
-
-
-def _behind_a_cache(site: Site, facts: AttentionFacts) -> str | None:
-    """Evidence that rows are off only behind keys that the side did not compute under these weights; None where not."""
-    touched = supplied = 0
-    for trace, missing in zip(site.usable(), facts.missing, strict=True):
-        rows = site.rows(trace)
-        assert rows is not None
-        off = (relative(rows[1], rows[0]) > site.floor) & rows[2].numpy()
-        prefix = int(missing.sum()) if bool(missing[0]) else 0
-        if off.any() and (prefix == 0 or int(np.flatnonzero(off)[0]) < prefix):
-            return None
-        touched += int(off.any())
-        supplied += prefix if off.any() else 0
-    if not touched:
-        return None
-    text = f"all rows that are off, in {touched} sequences, stand behind {supplied} positions whose keys and values a cache"
-    return (
-        f"{text} supplied; queries and own keys are right, and sequences computed from their start are exact"
-    )
-
-
-def adapter_of(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-    """A, B and scaling of a PEFT layer's one active adapter."""
-    parts = [getattr(layer, name, None) for name in ("lora_A", "lora_B", "scaling")]
-    if not isinstance(parts[0], nn.ModuleDict) or not isinstance(parts[1], nn.ModuleDict):
-        return None
-    names = list(parts[0])
-    scaling = parts[2]
-    if len(names) != 1 or not isinstance(scaling, dict):
-        return None
-    a, b = (part[names[0]].weight.detach().double() for part in parts[:2] if isinstance(part, nn.ModuleDict))
-    return a, b, float(scaling[names[0]])

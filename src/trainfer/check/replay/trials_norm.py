@@ -18,7 +18,7 @@ _LOW = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 def norm_attempts(site: Site) -> Iterator[Attempt]:
     """What may be otherwise in a normalisation."""
-    facts = _facts(site)
+    facts = norm_facts(site)
     if facts is None:
         return
     weight, eps, centred = facts
@@ -26,7 +26,7 @@ def norm_attempts(site: Site) -> Iterator[Attempt]:
     yield from _precision(site, weight, eps)
 
 
-def _facts(site: Site) -> tuple[Tensor, float, bool] | None:
+def norm_facts(site: Site) -> tuple[Tensor, float, bool] | None:
     """Weight as it multiplies, eps, and whether the mean is taken off; None where the module is not such a norm."""
     layer, trace = site.layer, site.traces[0]
     x = site.given(trace)

@@ -87,7 +87,7 @@ class Outcome:
     before: float
     after: float
     spread: float
-    """Root mean square of the error left, over that before: smaller is better."""
+    """Root mean square of the error left, over that before, of the rows that were off: smaller is better."""
 
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -128,7 +128,9 @@ _LITTLE = 0.1
 def weigh(site: Site, attempt: Attempt) -> Outcome:
     """Hold an assumption's rows against the captured ones."""
     before, after = errors(site), errors(site, attempt.predicted)
-    first, last = _rms(before), _rms(after)
+    concerned = before > site.floor
+    concerned = concerned if concerned.any() else np.ones_like(concerned)
+    first, last = _rms(before[concerned]), _rms(after[concerned])
     worst = float(after.max(initial=0.0))
     allowed = _MARGIN * site.floor
     within = bool((worst <= allowed or last <= 1e-6 * first) and last < 0.5 * first)
