@@ -101,7 +101,15 @@ def _bound(result: PointResult, tolerances: Tolerances, model_unit: float, *, is
     depth = layer_of(result.point.module) or 0
     absolute = tolerances.absolute_units * model_unit**tolerances.absolute_power
     absolute *= 1 + tolerances.per_layer * depth
-    return _Bound(own=own, gain=kind.gain, absolute=max(own, absolute), mixes_rows=is_parent)
+    gain = tolerances.composite.gain if _multiplies(result) else kind.gain
+    return _Bound(own=own, gain=gain, absolute=max(own, absolute), mixes_rows=is_parent)
+
+
+def _multiplies(result: PointResult) -> bool:
+    """True for an activation of a fused pair: it multiplies gate and up, and where their large values miss one another
+    the row is small beside the errors that come in.
+    """
+    return result.how == "fused" and result.point.module.rpartition(".")[2] == "act_fn"
 
 
 def _explains(result: PointResult) -> bool:
