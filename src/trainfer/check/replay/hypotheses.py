@@ -58,6 +58,18 @@ def eps_of_rows(x_RD: Floats, y_RD: Floats, weight_D: Floats) -> tuple[float, fl
     return float(np.sum(weight * eps) / np.sum(weight)), float(residual.max())
 
 
+def eps_outside_of_rows(x_RD: Floats, y_RD: Floats, weight_D: Floats) -> float | None:
+    """The eps of y = x · w / (sqrt(mean x²) + eps): 1/s − sqrt(mean x²) of each row, weighted by s² as above."""
+    xw = x_RD * weight_D
+    size = np.einsum("rd,rd->r", xw, xw)
+    usable = size > 0
+    scale = np.einsum("rd,rd->r", y_RD, xw)[usable] / size[usable]
+    if not len(scale) or not (scale > 0).all():
+        return None
+    eps = 1 / scale - np.sqrt(np.mean(np.square(x_RD[usable]), axis=1))
+    return float(np.sum(scale**2 * eps) / np.sum(scale**2))
+
+
 ROUND_EPS = (1e-12, 1e-8, 1e-7, 1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 1e-3, 1e-2, 0.1)
 """Values that people write."""
 

@@ -76,7 +76,7 @@ def find_causes(joined: JoinedSides, model: nn.Module, replay: Replay) -> Replay
     norms = low_norms(replay)
     if not (suspects or norms) or not joined.tokens.sequences[0]:
         return replay
-    search = _Search(Bench(joined, model), suspects)
+    search = Search(Bench(joined, model), suspects)
     trials = [*search.run(), *search.run_norms(norms)]
     return replace(replay, trials=tuple(trials), remaining=search.remaining)
 
@@ -100,7 +100,7 @@ class _Best:
     site: Site
 
 
-class _Search:
+class Search:
     """One search through the suspects."""
 
     def __init__(self, bench: Bench, suspects: list[Suspect]) -> None:

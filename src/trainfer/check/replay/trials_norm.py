@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from trainfer.check.replay.hypotheses import Hypothesis, eps_of_rows, round_eps
+from trainfer.check.replay.hypotheses import Hypothesis, eps_of_rows, eps_outside_of_rows, round_eps
 from trainfer.check.replay.trials_sites import TORCH_DTYPES, Attempt, Site, rounded
 
 _LOW = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -107,13 +107,17 @@ def _eps(site: Site, weight: Tensor, eps: float, *, centred: bool) -> Iterator[A
             ),
             predicted=_predict(site, lambda t, v=value: apply(t, weight, v, centred=centred)),
         )
-    outside = ("eps is added to the root, not under it",)
-    yield Attempt(
-        hypothesis=Hypothesis(
-            cause="norm.eps", parameters={"eps": eps, "where": "outside"}, evidence=outside
-        ),
-        predicted=_predict(site, lambda t: apply(t, weight, eps, centred=centred, outside=True)),
-    )
+    beside = eps_outside_of_rows(x.numpy(), y.numpy(), weight.numpy())
+    for value in dict.fromkeys([eps, *([] if beside is None else round_eps(beside))]):
+        evidence = (f"eps {value:.3g} is added to the root, in the reference {eps:.3g} under it",)
+        yield Attempt(
+            hypothesis=Hypothesis(
+                cause="norm.eps",
+                parameters={"eps": value, "reference_eps": eps, "where": "outside"},
+                evidence=evidence,
+            ),
+            predicted=_predict(site, lambda t, v=value: apply(t, weight, v, centred=centred, outside=True)),
+        )
 
 
 class _Attributes:
