@@ -182,7 +182,7 @@ def terminal_padding(seed: int, folder: str) -> Answer:
     """N11: sequences end early, and generation runs them on with padding."""
 
     def change(pair: Pair) -> None:
-        pair.rollout.new = 16
+        pair.rollout.new, pair.rollout.least = 16, 1
         for model in (pair.clean, pair.rollout_model, pair.train_model):
             with torch.no_grad():
                 module_of(model, "lm_head").weight[END] += 0.3

@@ -27,7 +27,9 @@ class Rollout:
 
     prompts: list[list[int]]
     new: int = 10
-    """Tokens per sequence."""
+    """Tokens per sequence, at most."""
+    least: int = 6
+    """No sequence ends before so many tokens (an engine's ``min_tokens``)."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1

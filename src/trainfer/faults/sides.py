@@ -89,7 +89,7 @@ def generate(pair: Pair, capture: Capture | None, step: int) -> Recorded:
     logits_BV = _prefill(pair, cache, ids, mask, capture)
     rows: list[list[Tensor]] = [[] for _ in plan.prompts]
     for number in range(plan.new):
-        chosen_B = _sample(logits_BV, pair, draw)
+        chosen_B = _sample(logits_BV, pair, draw, may_end=number >= plan.least)
         for entry in range(len(ids)):
             if not done[entry]:
                 responses[entry].append(int(chosen_B[entry]))
@@ -175,9 +175,11 @@ def _fill_prefix(pair: Pair, cache: Cache, ids: Tensor) -> None:
         cache.update(keys, values, number)
 
 
-def _sample(logits_BV: Tensor, pair: Pair, draw: torch.Generator) -> Tensor:
+def _sample(logits_BV: Tensor, pair: Pair, draw: torch.Generator, *, may_end: bool) -> Tensor:
     plan = pair.rollout
     kept = filtered(logits_BV[:, :VOCABULARY] / plan.temperature, top_p=plan.top_p, top_k=plan.top_k)
+    if not may_end:
+        kept[:, END] = float("-inf")
     return torch.multinomial(kept.softmax(-1), 1, generator=draw)[:, 0]
 
 

@@ -87,7 +87,11 @@ def _own_records(tokens: TokenResult) -> tuple[Records, Records]:
     joined = {pair.rollout: train[pair.train] for pair in reversed(tokens.join.pairs)}
     return (
         {index: record for index, record in enumerate(rollout) if record.logprobs},
-        {index: record for index, record in joined.items() if record.logprobs},
+        {
+            index: record
+            for index, record in sorted(joined.items(), key=lambda item: item[1].index)
+            if record.logprobs
+        },  # in the train side's own order: who follows whom in its batch
     )
 
 
