@@ -1,6 +1,6 @@
 """A tiny random Qwen3 and a byte-level tokenizer, nothing downloaded: make_checkpoint.py OUT VOCABULARY.
 
-The tokenizer has 400 tokens at most; a larger vocabulary is a padded one.
+Vocabulary 0 is the tokenizer's own size; a larger one than that is padded. (vLLM on a CPU wants heads of 32 or more.)
 """
 
 import sys
@@ -40,7 +40,7 @@ def main():
     )
     fast.chat_template = CHAT
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=vocabulary or len(fast), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False,
         eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, bos_token_id=None,
     )  # fmt: skip

@@ -4,7 +4,7 @@ About a minute a run on free cores; ``make test-verl061`` runs them.
 """
 
 import pytest
-from verl061_runs import ASYNC, PACKED, VALIDATED, python, run
+from verl061_runs import ASYNC, PACKED, python, run
 
 from trainfer.check.dump.reader import Dump
 from trainfer.integrations.attached import sync_proofs
@@ -31,8 +31,8 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["sync", "async"])
 def ended(request, runs):
-    """Padded rows in mode sync; packed ones and a validation before the first step in mode async."""
-    overrides = () if request.param == "sync" else (*ASYNC, *PACKED, *VALIDATED)
+    """Padded rows in mode sync, packed ones in mode async."""
+    overrides = () if request.param == "sync" else (*ASYNC, *PACKED)
     return runs(request.param, overrides=overrides)
 
 

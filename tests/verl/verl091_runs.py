@@ -106,7 +106,7 @@ def checkpoint(folder: Path, vocabulary: int) -> Path:
     return path
 
 
-def run(folder: Path, name: str, *, options: Sequence[str] = (), overrides: Sequence[str] = (), vocabulary: int = 400,
+def run(folder: Path, name: str, *, options: Sequence[str] = (), overrides: Sequence[str] = (), vocabulary: int = 0,
         environment: Mapping[str, str] | None = None) -> Run:  # fmt: skip
     """Run stock ``main_ppo`` under attach to its end."""
     model = checkpoint(folder, vocabulary)

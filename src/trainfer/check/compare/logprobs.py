@@ -114,7 +114,32 @@ def fit_reading(tokens: ScoredTokens, others: Sequence[float], tolerance: float)
     for name, temperature, derived in readings:
         if _worst(tokens.recorded_S, derived, tolerance) <= 1.0:
             return _fit(name, temperature, tokens, derived, declared)
+    for temperature in dict.fromkeys((own or 1.0, 1.0)) if len(declared) >= _TOKENS_FOR_WIDTH else ():
+        width = _masked_width(tokens, temperature)
+        derived = plain(_cut(tokens, width), temperature)
+        if _worst(tokens.recorded_S, derived, tolerance) <= 1.0:
+            return replace(_fit("cut", temperature, tokens, derived, declared), width=width)
     return _fit("unknown", own, tokens, declared, declared)
+
+
+_TOKENS_FOR_WIDTH = 8
+"""Fewer could agree on a width by chance."""
+_ROWS_FOR_WIDTH = 64
+
+
+def _masked_width(tokens: ScoredTokens, temperature: float) -> int:
+    """How many leading columns, if the rest was masked, come nearest to the recorded log-probs.
+
+    log p = z_t − log Σ_{v < W} exp z_v gives the partial sum up to W in every row; W is where all rows agree best.
+    """
+    count = len(tokens.targets_S)
+    chosen = torch.linspace(0, count - 1, min(count, _ROWS_FOR_WIDTH)).long()
+    logits = tokens.logits_SV[chosen].double() / temperature
+    targets = tokens.targets_S[chosen]
+    sums = logits.gather(1, targets[:, None])[:, 0] - torch.from_numpy(tokens.recorded_S)[chosen]  # pyright: ignore[reportUnknownMemberType]
+    off_V = (logits.logcumsumexp(1) - sums[:, None]).abs().nan_to_num(torch.inf).amax(0)
+    first = int(tokens.targets_S.max())
+    return first + int(off_V[first:].argmin()) + 1
 
 
 def _fit(

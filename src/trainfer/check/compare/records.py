@@ -225,13 +225,15 @@ class LogprobFit:
     """Which reading of the captured logits gives the log-probs that a side recorded."""
 
     reading: str
-    """``declared``, ``raw``, ``scaled``, ``unfiltered``, ``divided_after``, ``unknown``."""
+    """``declared``, ``raw``, ``scaled``, ``unfiltered``, ``divided_after``, ``cut``, ``unknown``."""
     temperature: float
     worst: float
     """Largest |recorded − derived| under that reading."""
     declared_worst: float
     """The same under what the side declared."""
     tokens: int
+    width: int | None = None
+    """Reading ``cut``: columns that took part, of the wider logits; None for all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

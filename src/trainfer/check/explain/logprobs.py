@@ -53,6 +53,8 @@ def _from_readings(result: LogprobResult) -> list[Cause]:
     if share is not None:
         evidence.append(f"read alike, mean |Δ| is {result.rescored:.2g} nats")
     causes: list[Cause] = []
+    if fits[0].width != fits[1].width:
+        causes.append(_cause("head.padded_vocab", share, evidence, module="lm_head"))
     if "divided_after" in (fits[0].reading, fits[1].reading):
         causes.append(_cause("logprob.scaled_after_softmax", share, evidence))
     elif _effective(fits[0]) != _effective(fits[1]):
@@ -95,6 +97,8 @@ def _words(fit: LogprobFit) -> str:
             return "raw (temperature 1, no filter)"
         case "divided_after":
             return f"log-softmax divided by {fit.temperature:g} afterwards"
+        case "cut":
+            return f"the first {fit.width} columns alone (the rest masked), temperature {fit.temperature:g}"
         case "scaled":
             return f"logits divided by {fit.temperature:g}, no filter"
         case _:
@@ -134,11 +138,11 @@ def _from_ratio(result: LogprobResult) -> list[Cause]:
     return [_cause("logprob.scaled_after_softmax", _share(result, left), [text])]
 
 
-def _cause(cause: str, share: float | None, evidence: list[str]) -> Cause:
+def _cause(cause: str, share: float | None, evidence: list[str], *, module: str | None = None) -> Cause:
     return make_cause(
         cause,
         stage="logprobs",
-        module=None,
+        module=module,
         share=share,
         confirmed=share is not None and share > 0.9,
         evidence=evidence,
