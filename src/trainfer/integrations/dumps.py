@@ -27,7 +27,8 @@ def compare(
         rollout: A dump's folder, or an open side.
         train: Likewise.
         model: The model that both sides are to have, or its folder (safetensors; nothing is downloaded, no code of the
-            folder is run): every module is replayed in float64, and the folder's tokenizer gives texts to tokens.
+            folder is run): every module is replayed in float64, and the folder's tokenizer gives texts to tokens. None
+            takes the model of a dump that holds its weights whole (``weights="full"``), where one does.
         replay: False uses a folder's tokenizer alone.
 
     Raises:
@@ -38,7 +39,7 @@ def compare(
     tokenizer = _tokenizer(Path(model)) if is_folder else None
     first, second = open_side(rollout), open_side(train)
     _settle_weights(first, second)
-    module = (_module(Path(model)) if is_folder else model) if replay else None
+    module = _reference(model, (first, second)) if replay else None
     assert module is None or isinstance(module, nn.Module)
     if tokenizer is None:
         return diagnose(first, second, model=module)
@@ -91,10 +92,27 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer.from_file(str(path)) if path.is_file() else None
 
 
-def _module(folder: Path) -> nn.Module | None:
-    """The folder's model in the dtype that it was saved in; None for a folder with a tokenizer alone."""
-    if not (folder / "config.json").is_file():
+def _reference(
+    model: nn.Module | str | Path | None, sides: tuple[ReadableSide, ReadableSide]
+) -> nn.Module | None:
+    """The model to replay with: as handed over, of a folder in the dtype that it was saved in, or of a dump that holds
+    all weights; None where there is none, or a folder holds a tokenizer alone.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    if model is None and not any(_has_values(side) for side in sides):
         return None
+    if model is not None and not (Path(model) / "config.json").is_file():
+        return None
+    from trainfer.integrations.transformers.rebuild import rebuild
     from trainfer.integrations.transformers.reference import load_reference
 
-    return load_reference(folder)
+    if model is not None:
+        return load_reference(Path(model))
+    found = (rebuild(side) for side in reversed(sides))
+    return next((module for module in found if module is not None), None)
+
+
+def _has_values(side: ReadableSide) -> bool:
+    """Some weight was captured whole; msProbe's dumps hold none."""
+    return any(record.blob is not None for rank in side.ranks for record in side.weights(rank))

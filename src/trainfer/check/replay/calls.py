@@ -31,6 +31,8 @@ class Leaf:
 
     name: str
     """As the probe names it: ``0``, ``hidden_states``, ``position_embeddings.1``."""
+    argument: str
+    """The same with the parameter's own name in the place of its number: ``hidden_states``; of results the name."""
     is_float: bool
     shape: tuple[int, ...]
     dims: Dims | None
@@ -50,12 +52,15 @@ class CallTemplate:
     """One module's call."""
 
     args: tuple[object, ...]
+    """Those that have no name."""
     kwargs: Mapping[str, object]
     output: object
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     accepts: tuple[str, ...]
     """Names of the forward's own parameters, in order."""
+    runs: int = 1
+    """How often it ran in the one call."""
 
 
 def learn_calls(model: nn.Module, names: NameMap) -> dict[str, CallTemplate]:
@@ -104,28 +109,46 @@ def _recorder(found: dict[str, CallTemplate], name: str) -> Callable[..., None]:
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
     ) -> None:
         if name in found:
+            found[name] = dataclasses.replace(found[name], runs=found[name].runs + 1)
             return
+        accepts = tuple(inspect.signature(module.forward).parameters)
+        named = _named_places(module, args)
+        given = {named[place]: value for place, value in enumerate(args) if place in named} | kwargs
         found[name] = CallTemplate(
-            args=args,
-            kwargs={key: value for key, value in kwargs.items() if not isinstance(value, KeyValueCache)},
+            args=args[len(named) :],
+            kwargs={key: value for key, value in given.items() if not isinstance(value, KeyValueCache)},
             output=output,
-            inputs=_leaves(list(argument_leaves(args, kwargs, []))),
-            outputs=_leaves(list(tensor_leaves(output, "0", []))),
-            accepts=tuple(inspect.signature(module.forward).parameters),
+            inputs=_leaves(list(argument_leaves(args, kwargs, [])), named),
+            outputs=_leaves(list(tensor_leaves(output, "0", [])), {}),
+            accepts=accepts,
         )
 
     return record
 
 
-def _leaves(named: Sequence[tuple[str, Tensor]]) -> tuple[Leaf, ...]:
+def _named_places(module: nn.Module, args: Sequence[object]) -> dict[int, str]:
+    """Number of a positional argument -> the parameter's name; empty where the forward takes ``*args``."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    plain = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    return dict(enumerate(plain[: len(args)])) if len(plain) >= len(args) else {}
+
+
+def _argument(name: str, named: Mapping[int, str]) -> str:
+    first, dot, rest = name.partition(".")
+    known = named.get(int(first)) if first.isdigit() else None
+    return name if known is None else known + dot + rest
+
+
+def _leaves(tensors: Sequence[tuple[str, Tensor]], named: Mapping[int, str]) -> tuple[Leaf, ...]:
     return tuple(
         Leaf(
             name=name,
+            argument=_argument(name, named),
             is_float=tensor.is_floating_point(),
             shape=tuple(tensor.shape),
             dims=token_dims(tensor.shape),
         )
-        for name, tensor in named
+        for name, tensor in tensors
     )
 
 

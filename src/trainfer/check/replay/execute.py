@@ -56,7 +56,7 @@ def part_names(leaves: Sequence[Leaf], direction: str) -> Iterator[tuple[Leaf, s
     """Each leaf with the part that ``align.points`` knows it by; masks are left out."""
     main, index = False, False
     for leaf in leaves:
-        if "mask" in leaf.name:
+        if "mask" in leaf.argument:
             continue
         if leaf.is_float and not main:
             main = True
@@ -83,7 +83,7 @@ class Stub(nn.Module):
         found = [
             (leaves[name], t)
             for name, t in argument_leaves(args, kwargs, [])
-            if name in leaves and leaves[name].dims is not None and "mask" not in name
+            if name in leaves and leaves[name].dims is not None and "mask" not in leaves[name].argument
         ]
         found.sort(key=lambda item: not item[0].is_float)
         if found:
@@ -121,6 +121,8 @@ class SideExecutor:
         """
         if name not in self.reference.calls:
             raise MissingRowsError("the model does not call it by itself")
+        if self.reference.calls[name].runs > 1:
+            raise MissingRowsError("it runs more than once in one call")
         stubs = tuple(self._stubs(name))
         left = [name, *self._left(name, stubs)]
         tensors = tuple(
@@ -147,7 +149,10 @@ class SideExecutor:
 
     def _has_outputs(self, name: str) -> bool:
         """The first result was captured, as wide as the model's own."""
-        for leaf, part in part_names(self.reference.calls[name].outputs, "output"):
+        template = self.reference.calls[name]
+        if template.runs > 1:
+            return False
+        for leaf, part in part_names(template.outputs, "output"):
             if leaf.is_float and leaf.dims is not None:
                 sources = self.captured.sources(place(name, "output", part))
                 return bool(sources) and sources[0].width == leaf.width
@@ -231,7 +236,7 @@ class SideExecutor:
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         tensors: dict[str, Tensor | None] = {}
         for leaf, part in part_names(template.inputs, "input"):
-            tensors[leaf.name] = self._input(name, leaf, part, addresses, manner)
+            tensors[leaf.argument] = self._input(name, leaf, part, addresses, manner)
         args = tuple(filled(value, tensors, str(number), 1) for number, value in enumerate(template.args))
         kwargs = {key: filled(value, tensors, key, 1) for key, value in template.kwargs.items()}
         for key in [key for key in kwargs if "mask" in key]:
@@ -239,7 +244,7 @@ class SideExecutor:
         if prepared.whole_sequences and self.reference.operators[name] in ("attention", "layer"):
             floats = [t.dtype for t in tensors.values() if t is not None and t.is_floating_point()]
             kwargs["attention_mask"] = self._mask(name, len(addresses), floats[0])
-        if "position_ids" in template.accepts[len(args) :] and kwargs.get("position_ids") is None:
+        if "position_ids" in template.accepts and kwargs.get("position_ids") is None:
             kwargs["position_ids"] = self._positions(addresses)[None]
         return args, kwargs
 
@@ -252,18 +257,18 @@ class SideExecutor:
         return torch.from_numpy(np.ascontiguousarray(addresses.positions)).to(self.reference.device)
 
     def _input(self, name: str, leaf: Leaf, part: str, addresses: Addresses, manner: Manner) -> Tensor | None:
-        if leaf.name == "position_ids":
+        if leaf.argument == "position_ids":
             return self._positions(addresses)[None]
         if leaf.dims is None:
-            raise MissingRowsError(f"its input {leaf.name} has no rows")
-        for point in self._places_of(name, leaf.name, part):
+            raise MissingRowsError(f"its input {leaf.argument} has no rows")
+        for point in self._places_of(name, leaf.argument, part):
             sources = self.captured.by_call(point)
             if sources:
                 rows = self.rows.fetch(sources, addresses, f"{name}'s input {leaf.name}")
                 return self._placed(rows, leaf, manner)
-        if leaf.name.startswith("position_embeddings."):
-            return self._rotary(int(leaf.name.rpartition(".")[2]), addresses, manner)
-        raise MissingRowsError(f"its input {leaf.name} was not captured in the {self.captured.label}")
+        if leaf.argument.startswith("position_embeddings."):
+            return self._rotary(int(leaf.argument.rpartition(".")[2]), addresses, manner)
+        raise MissingRowsError(f"its input {leaf.argument} was not captured in the {self.captured.label}")
 
     def input_rows(self, name: str, addresses: Addresses) -> Tensor:
         """A module's first float input, ``[n, width]`` as stored."""

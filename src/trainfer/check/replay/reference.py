@@ -4,7 +4,8 @@ Takes the model's parameters and a side's weight records; gives tensors in the s
 the one of the side raises; buffers are the model's own, so that a wrong table on a side shows as introduced error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -39,17 +40,14 @@ class SideWeights:
             )
         return self._proven[name]
 
-    def require(self, name: str, version: int) -> None:
-        """Prove one parameter of one version.
+    def refuse(self, names: Iterable[str]) -> NoReturn:
+        """Say which parameter is another.
 
         Raises:
-            MissingRowsError: it is another, or the side did not record it.
+            MissingRowsError: always.
         """
-        versions = self.versions(name)
-        if versions is not None and version not in versions:
-            raise MissingRowsError(
-                f"{name} of the {self._label} side (weights version {version}) is not the model's"
-            )
+        other = next((name for name in names if self.versions(name) == frozenset()), "a parameter")
+        raise MissingRowsError(f"{other} of the {self._label} side is not the model's")
 
     def tensor(self, name: str, tensor: Tensor) -> Tensor:
         """The model's parameter in the dtype that the side held it in."""

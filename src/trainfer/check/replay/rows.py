@@ -93,6 +93,7 @@ class SideRows:
         self._sorted: dict[TableId, tuple[Ints, Ints]] = {}
         self._held: OrderedDict[tuple[object, ...], Tensor] = OrderedDict()
         self._wholes: OrderedDict[int, _Whole | None] = OrderedDict()
+        self._digests: dict[tuple[int, int, int], tuple[int, int, int, int]] | None = None
         self._sequences = sequences
         self._calls: dict[TableId, int] = {
             (rank, number): record.call
@@ -310,7 +311,10 @@ class SideRows:
         return ()
 
     def _by_digest(self) -> dict[tuple[int, int, int], tuple[int, int, int, int]]:
-        found: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+        found = self._digests
+        if found is not None:
+            return found
+        found = self._digests = {}
         for table, rows in self._raw.slots.items():
             version, call = self._raw.versions[table], self._calls[table]
             for row in rows[rows["position"] != MISSING]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainfer.check.align.names import parent_of
 from trainfer.check.align.points import Point
+from trainfer.check.align.rows import TableId
 from trainfer.check.compare.joined import JoinedSides, join_sides
 from trainfer.check.compare.records import Comparison, JoinedRows
 from trainfer.check.compare.source import ReadableSide
@@ -61,11 +62,13 @@ def replay(
     except Exception as error:  # noqa: BLE001
         reason = f"the model could not be run on a few token ids: {_line(error)}"
         return Replay(modules=(), not_replayed={"": reason})
-    return _Replayer(both, reference, model).all()
+    return Replayer(both, reference).all()
 
 
-class _Replayer:
-    def __init__(self, joined: JoinedSides, reference: Reference, model: nn.Module) -> None:
+class Replayer:
+    """Both sides and the model, ready to be run module by module."""
+
+    def __init__(self, joined: JoinedSides, reference: Reference) -> None:
         self.joined, self.reference = joined, reference
         self._seen: Counter[tuple[object, ...]] = Counter()
         kinds = {name: bare_kind(module) for name, module in reference.modules.items()}
@@ -75,7 +78,6 @@ class _Replayer:
             for local, tensor in module._parameters.items()
             if tensor is not None
         }
-        del model
         self.executors = tuple(
             SideExecutor(
                 reference,
@@ -88,20 +90,20 @@ class _Replayer:
 
     def all(self) -> Replay:
         """Module by module, in execution order."""
-        found: list[tuple[str, list[Measured], bool]] = []
+        found: list[tuple[str, list[Measured]]] = []
         reasons: dict[str, str] = {}
         for name in self._order():
             try:
-                found.append((name, list(self._module(name)), False))
+                found.append((name, list(self._module(name))))
             except (MissingRowsError, DamagedRecordError) as error:
                 reasons[name] = str(error)
             except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
                 reasons[name] = f"it could not be run on captured rows: {_line(error)}"
-        replayed = {name for name, _, _ in found}
-        widest = widest_of([item for _, places, _ in found for item in places])
+        replayed = {name for name, _ in found}
+        widest = widest_of([item for _, places in found for item in places])
         modules = tuple(
             self._record(name, places, number, replayed, widest)
-            for number, (name, places, _) in enumerate(found)
+            for number, (name, places) in enumerate(found)
             if places
         )
         return Replay(modules=modules, not_replayed=reasons)
@@ -122,17 +124,37 @@ class _Replayer:
         return sorted(when, key=lambda name: (when[name], name))
 
     def _module(self, name: str) -> Iterator[Measured]:
+        prepared, point, rows, addresses = self._prepare(name)
+        blocks = [
+            (places, {key: norms(terms) for key, terms in found.items()})
+            for places, found in self._terms(name, prepared, addresses, point)
+        ]
+        floors = self._floors(name, prepared, addresses, point)
+        for key in blocks[0][1]:
+            if all(key in found for _, found in blocks):
+                pair = [self._floor(name, key, side, floors[side][key], addresses[side]) for side in range(2)]
+                arrays = in_order(len(rows), [(places, found[key]) for places, found in blocks])
+                yield Measured(place=key, rows=rows, arrays=arrays, floors=(pair[0], pair[1]))
+
+    def blocks(self, name: str) -> Iterator[dict[str, Terms]]:
+        """One module's terms as vectors, place by place (``OUTPUT`` or the part that is handed something), block of rows
+        by block of rows.
+
+        Raises:
+            MissingRowsError: something that its replay needs was not captured.
+        """
+        prepared, point, _, addresses = self._prepare(name)
+        for _, found in self._terms(name, prepared, addresses, point):
+            yield found
+
+    def _prepare(
+        self, name: str
+    ) -> tuple[tuple[Prepared, ...], Point, JoinedRows, tuple[Addresses, Addresses]]:
         prepared = tuple(executor.prepare(name) for executor in self.executors)
         self._check_size(prepared)
         point = self._point(name)
         rows, addresses = self._joined_rows(point, prepared)
-        blocks = list(self._terms(name, prepared, addresses, point))
-        floors = self._floors(name, prepared, addresses, point)
-        for key in blocks[0][1]:
-            if all(key in terms for _, terms in blocks):
-                pair = [self._floor(name, key, side, floors[side][key], addresses[side]) for side in range(2)]
-                arrays = in_order(len(rows), [(places, terms[key]) for places, terms in blocks])
-                yield Measured(place=key, rows=rows, arrays=arrays, floors=(pair[0], pair[1]))
+        return prepared, point, rows, addresses
 
     def _check_size(self, prepared: Sequence[Prepared]) -> None:
         for one in prepared:
@@ -164,17 +186,32 @@ class _Replayer:
         plan = self.joined.plans.between(tables[0], tables[1])
         if not plan.blocks:
             raise MissingRowsError("no row of it has the same weights version and token prefix on both sides")
-        for executor, mine, one in zip(self.executors, sources, prepared, strict=True):
-            versions = {
-                self.joined.raw[executor.captured.side].versions[source.rank, source.table] for source in mine
-            }
-            for version in versions:
-                for tensor in one.tensors:
-                    executor.weights.require(tensor, version)
-        first, second = self.executors
-        rollout = [first.rows.addresses(tables[0][b.rollout], b.rollout_slots) for b in plan.blocks]
-        train = [second.rows.addresses(tables[1][b.train], b.train_slots) for b in plan.blocks]
-        return plan.rows, (_together(rollout), _together(train))
+        proven = [self._proven(side, prepared[side]) for side in range(2)]
+        kept: list[NDArray[np.bool_]] = []
+        rollout: list[Addresses] = []
+        train: list[Addresses] = []
+        for block in plan.blocks:
+            pair = tables[0][block.rollout], tables[1][block.train]
+            good = all(self._is_proven(side, pair[side], proven[side]) for side in range(2))
+            kept.append(np.full(len(block.rollout_slots), good))
+            if good:
+                rollout.append(self.executors[0].rows.addresses(pair[0], block.rollout_slots))
+                train.append(self.executors[1].rows.addresses(pair[1], block.train_slots))
+        if not rollout:
+            for side, executor in enumerate(self.executors):
+                if proven[side] is not None and not proven[side]:
+                    executor.weights.refuse(prepared[side].tensors)
+            raise MissingRowsError("the model's weights are those of no version that both sides have rows of")
+        return _some_rows(plan.rows, np.concatenate(kept)), (_together(rollout), _together(train))
+
+    def _proven(self, side: int, prepared: Prepared) -> frozenset[int] | None:
+        """Weights versions of a side in which all parameters that are run are the model's; None for all."""
+        found = [self.executors[side].weights.versions(name) for name in prepared.tensors]
+        known = [versions for versions in found if versions is not None]
+        return frozenset.intersection(*known) if known else None
+
+    def _is_proven(self, side: int, table: TableId, versions: frozenset[int] | None) -> bool:
+        return versions is None or self.joined.raw[side].versions[table] in versions
 
     def _terms(
         self,
@@ -182,18 +219,18 @@ class _Replayer:
         prepared: Sequence[Prepared],
         addresses: tuple[Addresses, Addresses],
         point: Point,
-    ) -> Iterator[tuple[NDArray[np.int64], dict[str, tuple[NDArray[np.float64], ...]]]]:
+    ) -> Iterator[tuple[NDArray[np.int64], dict[str, Terms]]]:
         for places in self._chunks(name, prepared, addresses):
             parts = tuple(item.take(places) for item in addresses)
             exact = [
                 executor.run(name, one, rows, Manner())
                 for executor, one, rows in zip(self.executors, prepared, parts, strict=True)
             ]
-            found: dict[str, tuple[NDArray[np.float64], ...]] = {}
+            found: dict[str, Terms] = {}
             for key in exact[0]:
-                terms = self.terms(key, exact, parts, point) if key in exact[1] else None
+                terms = self._place(key, exact, parts, point) if key in exact[1] else None
                 if terms is not None:
-                    found[key] = norms(terms)
+                    found[key] = terms
             if not found:
                 raise MissingRowsError("nothing that it computes was captured on both sides")
             yield places, found
@@ -219,7 +256,7 @@ class _Replayer:
             waiting.append(part)
         yield np.concatenate(waiting)
 
-    def terms(
+    def _place(
         self, key: str, exact: Sequence[Mapping[str, Tensor]], parts: Sequence[Addresses], point: Point
     ) -> Terms | None:
         """Captured values of one place beside its replay; None where a side did not capture it."""
@@ -324,6 +361,12 @@ class _Replayer:
                 )
             )
         return max(made, key=lambda m: (max(m.factors), m.place == OUTPUT))
+
+
+def _some_rows(rows: JoinedRows, kept: NDArray[np.bool_]) -> JoinedRows:
+    if kept.all():
+        return rows
+    return replace(rows, labels=rows.labels[kept], positions=rows.positions[kept], passes=rows.passes[kept])
 
 
 def _together(parts: Sequence[Addresses]) -> Addresses:
