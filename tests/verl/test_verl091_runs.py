@@ -120,6 +120,32 @@ def test_the_older_trainer_agrees_too(v0):
             _agrees(v0, step, pass_name)
 
 
+RECIPE = (
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+)
+
+
+def test_the_prompts_only_recipe_trims_the_update_and_learns_nothing(runs):
+    ended = runs("prompts", options=("--prompts-only", "--steps", "0"), overrides=RECIPE)
+    assert ended.code == 0, ended.printed[-4000:]
+    assert "optimizer step is SKIPPED" in ended.printed
+    update = Dump(ended.out / "update_actor" / "step_0")
+    prompts = {record.tokens[: record.prompt_length] for record in update.sequences(0)}
+    assert all(len(record.tokens) == record.prompt_length for record in update.sequences(0))
+    rollout = ended.out / "generate_sequences" / "step_0"
+    assert {record.tokens for record in Dump(rollout / "requests-0").sequences(0)} == prompts
+    assert not (ended.out / "update_actor" / "step_1").exists()
+    fingerprints = {}
+    for record in Dump(ended.out / "weights" / "train").weights(0):
+        fingerprints.setdefault(record.name, []).append(record.fingerprint)
+    assert all(first == second != third for first, second, third in fingerprints.values())
+    result = json.loads((ended.out / "report" / "step_0" / "result.json").read_text())
+    assert result["verdict"] in ("equal", "rounding")
+    assert result["coverage"]["rows_matched"] > 0
+
+
 FAULTS = {
     "temperature": (
         {

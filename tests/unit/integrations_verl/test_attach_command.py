@@ -172,3 +172,14 @@ def test_a_python_without_verl_ends_the_command_with_one_sentence(capsys, tmp_pa
 def test_no_command_is_an_error(capsys):
     assert main(["attach"]) == 2
     assert "got no command" in capsys.readouterr().err
+
+
+def test_the_commands_exit_code_and_signal_pass_through(tmp_path):
+    assert launch.run([sys.executable, "-c", "import sys; sys.exit(3)"], {}) == 3
+    dies = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert launch.run([sys.executable, "-c", dies], {}) == 137
+    reads = f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(os.environ['TRAINFER_ATTACH'])"
+    assert launch.run([sys.executable, "-c", reads], {"TRAINFER_ATTACH": "x"}) == 0
+    assert (tmp_path / "seen").read_text() == "x"
+    with pytest.raises(CaptureError, match="cannot be started"):
+        launch.run([str(tmp_path)], {})

@@ -7,6 +7,7 @@ since it need not be ours. Nothing is written, nothing of the command is run.
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -186,10 +187,17 @@ def run(command: Sequence[str], added: Mapping[str, str]) -> int:
         process = subprocess.Popen(list(command), env={**os.environ, **added})
     except OSError as error:
         raise CaptureError(f"{command[0]!r} cannot be started: {error.strerror}") from error
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number))
+    try:
+        code = _wait(process)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return code if code >= 0 else 128 - code
+
+
+def _wait(process: "subprocess.Popen[bytes]") -> int:
     while True:
         try:
-            code = process.wait()
-            break
+            return process.wait()
         except KeyboardInterrupt:  # the command has got it as well, and ends by itself
             continue
-    return code if code >= 0 else 128 - code
