@@ -7,6 +7,10 @@ and compares the two dumps; then once more with every value disturbed (nothing i
 
 msProbe writes its own dumps of the same model in its own environment (it needs torch, transformers and
 mindstudio-probe) and compares them with its command line; its start-up is measured with ``compare -h`` and taken off.
+
+The comparison reads 480 MB and passes over them some twenty times, so its CPU seconds follow what neighbours leave of the
+caches: ``pace_gb_s`` is the rate at which this process summed 1.6 MB, again and again, right after the comparison. Compare runs
+of like pace only.
 """
 
 import argparse
@@ -73,6 +77,17 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def pace() -> float:
+    """GB per CPU second at which NumPy sums an array that fits a core's share of the cache."""
+    import numpy as np
+
+    values = np.ones(400_000, dtype=np.float32)
+    start = cpu_seconds()
+    for _ in range(2000):
+        values.sum()
+    return round(2000 * values.nbytes / (cpu_seconds() - start) / 1e9, 1)
+
+
 def compare_ours(first: Path, second: Path, repeats: int) -> dict[str, float]:
     from trainfer.check.compare.run import run_stages
     from trainfer.check.compare.source import DumpSide
@@ -95,6 +110,7 @@ def compare_ours(first: Path, second: Path, repeats: int) -> dict[str, float]:
         "cpu_s": round(best, 3),
         "wall_s": round(wall, 3),
         "cpu_s_per_1000": round(1000 * best / tensors, 3),
+        "pace_gb_s": pace(),
         "peak_rss_mb": round(peak, 1),
         "bitwise_equal_tensors": sum(p.status.value == "equal" for p in found.points),
     }
