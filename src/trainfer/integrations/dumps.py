@@ -35,8 +35,7 @@ def compare(
         DumpError: a folder holds no dump.
         ModelError: the model's folder is not there, or holds no model that can be loaded.
     """
-    is_folder = model is not None and not isinstance(model, nn.Module)
-    tokenizer = _tokenizer(Path(model)) if is_folder else None
+    tokenizer = None if model is None or isinstance(model, nn.Module) else _tokenizer(Path(model))
     first, second = open_side(rollout), open_side(train)
     _settle_weights(first, second)
     module = _reference(model, (first, second)) if replay else None

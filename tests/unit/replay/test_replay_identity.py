@@ -27,7 +27,7 @@ def test_float64_sides_introduce_nothing_in_any_module(architecture: str, tmp_pa
     assert max(module.inherited.max() for module in replay.modules) < 1e-9
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", sorted(CONFIGS))
 def test_the_difference_is_what_is_introduced_and_inherited(
     architecture: str, seed: int, tmp_path: Path

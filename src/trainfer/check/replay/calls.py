@@ -4,6 +4,8 @@ Takes a model; gives for each module the arguments of its first call and the str
 tensors in them. The replay puts a side's captured rows in the place of those tensors. The model runs once, on a few
 tokens, without gradients; its training flags and random state are as before.
 """
+# pyright: standard
+# (torch's own types are partial)
 
 import copy
 import dataclasses

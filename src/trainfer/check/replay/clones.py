@@ -4,6 +4,8 @@ Takes a module; gives one of the same class that shares nothing that it changes:
 parameters as the caller converts them. The original is not touched. Only what is not replaced is converted, so the
 copy of a layer whose parts are replaced holds no weights.
 """
+# pyright: standard
+# (torch's own types are partial)
 
 import copy
 from collections import OrderedDict
@@ -46,7 +48,7 @@ def clone(
     kind = type(module)
     while kind.__module__.startswith(_OURS):
         kind = kind.__mro__[1]
-    made = kind.__new__(kind)
+    made: nn.Module = object.__new__(kind)
     state = dict(vars(module))
     state.pop("forward", None)
     state["training"] = False

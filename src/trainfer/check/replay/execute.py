@@ -4,6 +4,8 @@ Takes addresses of rows; gives what the module computes for them: its result, an
 Parts whose results were captured are not run: their captured results are handed on in their place, so what is left
 is what the module does itself (residual sums, rotation, attention between the projections).
 """
+# pyright: standard
+# (torch's own types are partial)
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainfer.check.align.points import Point
 from trainfer.check.dump.tensors import rows_first
 from trainfer.check.probe.leaves import argument_leaves, tensor_leaves
 from trainfer.check.replay.attention import causal_mask, sequences_of
@@ -278,7 +281,7 @@ class SideExecutor:
                 return self.rows.fetch(sources, addresses, f"{name}'s input").to(self.reference.device)
         raise MissingRowsError("it takes no float tensor")
 
-    def _places_of(self, name: str, argument: str, part: str) -> Iterator[object]:
+    def _places_of(self, name: str, argument: str, part: str) -> Iterator[Point]:
         yield place(name, "input", part)
         if argument.startswith("position_embeddings."):
             number = argument.rpartition(".")[2]

@@ -4,6 +4,8 @@ Takes a module and a sample of the rows that a side captured; runs it as the sid
 shapes, the sum in other orders and in parts, another attention backend, rows that do not lie together in memory) and
 gives the largest relative L2 error of a row against float64, times ``SAFETY``. Deterministic.
 """
+# pyright: standard
+# (torch's own types are partial)
 
 from collections.abc import Iterator
 from dataclasses import replace

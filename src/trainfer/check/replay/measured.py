@@ -2,6 +2,8 @@
 
 Takes captured and replayed values; gives relative norms per row, and one noise floor for all modules of a kind.
 """
+# pyright: standard
+# (torch's own types are partial)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,6 @@
 """The model that both sides are replayed with: its modules by name, and how it calls them."""
+# pyright: standard
+# (torch's own types are partial)
 
 import torch
 from torch import nn

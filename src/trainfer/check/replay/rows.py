@@ -3,6 +3,8 @@
 Takes a side's row tables and sources; gives rows as tensors in any order, and the rows that stand before a row in
 its sequence, from whichever call computed them. Holds a bounded number of bytes.
 """
+# pyright: standard
+# (torch's own types are partial)
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

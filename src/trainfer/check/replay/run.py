@@ -4,6 +4,8 @@ Takes two sides put together and the model; gives for each module what either si
 the noise floor that the introduced error is held against. One module at a time: memory is bounded by its float64
 copy and a few thousand rows. What could not be replayed is named with the reason.
 """
+# pyright: standard
+# (torch's own types are partial)
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
