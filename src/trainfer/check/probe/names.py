@@ -46,6 +46,11 @@ def named_tensors(root: nn.Module) -> dict[str, tuple[str, str]]:
     return found
 
 
+def inner_name(root: nn.Module, name: str) -> str:
+    """The name that the bare model has for something that ``root`` names so."""
+    return _strip(bare_name(name), _outer_prefix(root))
+
+
 def _outer_prefix(root: nn.Module) -> str:
     """What DDP (``module``) and PEFT (``base_model.model``) put before every name of the model inside."""
     prefix = ""

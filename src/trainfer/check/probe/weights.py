@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from trainfer.check.dump.records import Role, WeightRecord
 from trainfer.check.dump.tensors import DTYPE_NAMES
 from trainfer.check.dump.writer import DumpWriter
+from trainfer.check.probe.flat import FlatPiece, flat_ids, flat_pieces
 from trainfer.check.probe.names import named_tensors
 from trainfer.check.probe.sink import UNREADABLE, TensorSink
 from trainfer.exact.fingerprint import fingerprint, fingerprint_text, partial_fingerprint
@@ -43,17 +44,44 @@ class WeightWatcher:
         names = named_tensors(self._model)
         first_names: dict[int, str] = {}
         formats = computed_formats(self._model)
+        flat = flat_ids(self._model)
         for name, tensor in [
             *self._model.named_parameters(remove_duplicate=False),
             *self._model.named_buffers(remove_duplicate=False),
         ]:
+            if id(tensor) in flat:
+                continue
             module, local = names[name]
             full_name = f"{module}.{local}" if module else local
             tied_to = first_names.get(id(tensor))
             first_names.setdefault(id(tensor), full_name)
             used = formats.get(id(tensor))
             self._write_one(full_name, module, tensor, tied_to, step=step, version=version, used=used)
+        if flat:
+            self._write_flat(step=step, version=version)
         self._writer.flush()
+
+    def _write_flat(self, *, step: int, version: int) -> None:
+        """What FSDP1 keeps in flat parameters, each under its own name; by fingerprint alone."""
+        if self._full:
+            self._sink.problem("parameters inside FSDP1 are written by their fingerprints alone")
+        known: dict[str, FlatPiece] = {}
+        for piece in flat_pieces(self._model):
+            known[piece.name] = piece
+            source = known.get(piece.tied_to or "", piece)
+            record = WeightRecord(
+                name=piece.name,
+                module=piece.name.rpartition(".")[0],
+                role=Role.PARAMETER,
+                dtype=DTYPE_NAMES.get(piece.dtype, "unknown"),
+                shape=piece.shape,
+                fingerprint=source.fingerprint,
+                weights_version=version,
+                requires_grad=piece.requires_grad,
+                tied_to=piece.tied_to,
+                parts=source.parts,
+            )
+            self._writer.put(step, "weights", record)
 
     def _write_one(
         self,
