@@ -7,7 +7,6 @@ consumes the same. Everything is decided elsewhere: what is sampled and scored b
 ``workers``, what can be checked before a model is loaded by ``workers.session``.
 """
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,12 @@ from trainfer.train.journal.rollouts import RolloutRecord
 from trainfer.train.metrics import Nobody, StageClock, Watcher, batch_metrics, timing_metrics
 from trainfer.train.rollout.sample import collect, plan_rollout
 from trainfer.types import SampledSequence
+from trainfer.workers.first_validation import validate_before
 from trainfer.workers.group import SyncProof
 from trainfer.workers.session import Session, open_session
 from trainfer.workers.settings import OldLogProbs
 from trainfer.workers.shaping import shape
 from trainfer.workers.validation import metrics_of, score_sequence, validate
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,25 +83,6 @@ def run_steps(session: Session, *, watcher: Watcher | None = None) -> Iterator[S
             checkpoint=checkpoint,
         )
     session.consistency.finish()
-
-
-def validate_before(session: Session, watcher: Watcher) -> dict[str, float]:
-    """Validate the policy as it starts; ``val-before-train/*`` then stands in the first step's line.
-
-    With ``trainer.val_only`` that is all there is to do: the responses are written too, under the last step that was done.
-    """
-    if not session.validates_before:
-        return {}
-    watcher.stage("testing")
-    records = validate(session.inputs, session.group, session.validation_sampling)
-    metrics = metrics_of(session.inputs, records)
-    if session.inputs.config.trainer.val_only:
-        session.journal.write_validation(session.steps.start - 1, metrics, records)
-        for name, value in metrics.items():
-            logger.info("%s: %.4f (%d responses)", name, value, len(records))
-        return {}
-    session.journal.loggers.log(0, metrics)
-    return {f"val-before-train/{name.removeprefix('val-core/')}": value for name, value in metrics.items()}
 
 
 def train_step(

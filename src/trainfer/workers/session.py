@@ -225,14 +225,13 @@ def _open_in(
         consistency=consistency,
         exactness=Exactness(config, consistency, num_ranks=inputs.plan.num_ranks),
         kl_control=kl_control,
-        saving=Saving(
-            checkpoints,
-            journal.metrics,
-            group,
-            kl_control,
-            in_background=config.actor_rollout_ref.actor.checkpoint.async_save,
-        ),
+        saving=_saving(inputs, journal, group, kl_control),
     )
+
+
+def _saving(inputs: Inputs, journal: Journal, group: WorkerGroup, kl_control: KlControl) -> Saving:
+    behind = inputs.config.actor_rollout_ref.actor.checkpoint.async_save
+    return Saving(journal.checkpoints, journal.metrics, group, kl_control, in_background=behind)
 
 
 def _find_start(inputs: Inputs, checkpoints: CheckpointStore) -> tuple[int, Path | None]:
