@@ -104,6 +104,10 @@ def _merged(
     allowed = _ROUNDING_UNITS * tolerances().unit_of((base.dtype, whole.dtype)) * float(merged.abs().max())
     if float((difference - delta).abs().max()) <= allowed:
         return AdapterFinding(weight=whole, kind=None)
+    grid = _grid_of(merged, stored.float() + delta)
+    if grid:
+        note = f"the merged weight is base and adapter rounded to {grid}"
+        return AdapterFinding(weight=whole, kind="adapter_rounded", note=note)
     factor = float((difference * delta).sum() / delta.square().sum().clamp_min(1e-30))
     if float((difference - factor * delta).abs().max()) <= allowed * max(1.0, abs(factor)):
         if abs(factor) * float(delta.abs().max()) <= allowed:
@@ -111,6 +115,19 @@ def _merged(
         note = f"the merged weight holds {factor:.4g} times the adapter"
         return AdapterFinding(weight=whole, kind="adapter_scale", note=note)
     return AdapterFinding(weight=whole, kind="differs")
+
+
+_GRIDS = {"BF16": torch.bfloat16, "F16": torch.float16}
+_ON_GRID = 0.99
+"""Of the elements: so many must be the rounded sum, the others lie between two points of the grid."""
+
+
+def _grid_of(merged: Tensor, whole: Tensor) -> str:
+    """The low precision to which a merged weight was rounded; empty where to none."""
+    for name, dtype in _GRIDS.items():
+        if float((merged.float() == whole.to(dtype).float()).float().mean()) >= _ON_GRID:
+            return name
+    return ""
 
 
 def _delta(

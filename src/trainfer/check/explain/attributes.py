@@ -123,29 +123,29 @@ def _from_rows(
     rows = result.rows
     if rows is None or not belongs_to_attention(result.point.module, facts[0]) or not off.any():
         return None
-    touched = {int(label) for label in np.unique(rows.labels[off])}
-    labels = {int(label) for label in np.unique(rows.labels)}
+    touched = sorted({int(label) for label in np.unique(rows.labels[off])})
+    spared = {int(label) for label in np.unique(rows.labels)} - set(touched)
+    starts = [int(rows.positions[rows.labels == label].min()) for label in touched]
+    firsts = [int(rows.positions[off & (rows.labels == label)].min()) for label in touched]
+    full = all(
+        off[(rows.labels == label) & (rows.positions >= first)].all()
+        for label, first in zip(touched, firsts, strict=True)
+    )
+    cached = facts[0].cached_rows
+    if full and cached and min(starts) > 0 and firsts == starts:
+        text = f"rows are off only behind a prefix that a cache supplied ({cached} rows were never computed by the rollout)"
+        return "kv_cache.stale_prefix", [text]
     packed = [
         side for side, item in zip(("rollout", "train"), facts, strict=True) if "packed" in item.layouts
     ]
-    spared = labels - touched
-    if packed and spared and _all_rows_of(rows.labels, off, touched):
+    if packed and spared and max(starts) == 0 and _all_rows_of(rows.labels, off, set(touched)):
         text = f"all rows of {len(touched)} sequences are off and {len(spared)} are exact; the {packed[0]} side packs rows"
         return "attention.cross_sequence", [text]
-    first = [int(rows.positions[off & (rows.labels == label)].min()) for label in sorted(touched)]
-    full = all(
-        off[(rows.labels == label) & (rows.positions >= start)].all()
-        for label, start in zip(sorted(touched), first, strict=True)
-    )
-    if full and len(set(first)) == 1 and first[0] > 1:
+    if full and len(set(firsts)) == 1 and firsts[0] > 1 and max(starts) < firsts[0]:
         text = (
-            f"every row from position {first[0]} on is off, in all {len(touched)} sequences, and none before"
+            f"every row from position {firsts[0]} on is off, in all {len(touched)} sequences, and none before"
         )
         return "attention.window", [text]
-    cached = facts[0].cached_rows
-    if full and cached and min(first) > 0:
-        text = f"rows are off only behind a prefix that a cache supplied ({cached} rows were never computed by the rollout)"
-        return "kv_cache.stale_prefix", [text]
     return None
 
 

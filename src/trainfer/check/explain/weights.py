@@ -35,6 +35,8 @@ def _cause_of(finding: WeightFinding, changed: Sequence[WeightFinding]) -> str:
         return "head.padded_vocab"
     if finding.kind.startswith("adapter") and finding.module.rpartition(".")[2] in _HEADS:
         return "head.adapter"
+    if finding.kind == "adapter_rounded":
+        return "weights.rounded_merge"
     if finding.kind.startswith("adapter"):
         return f"weights.{finding.kind}"
     if finding.kind.startswith("missing"):
@@ -77,7 +79,7 @@ def _evidence(finding: WeightFinding) -> str:
             return f"{finding.name} holds the base without the other side's adapter ({versions})"
         case "padded":
             return f"{finding.name} has {finding.same_as} ({versions})"
-        case "adapter_scale":
+        case "adapter_scale" | "adapter_rounded":
             return f"{finding.name}: {finding.same_as} ({versions})"
         case _:
             known = f"; it equals that of {finding.same_as}" if finding.same_as else ""
