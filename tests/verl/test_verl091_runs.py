@@ -163,7 +163,7 @@ FAULTS = {
         0,
         "head.padded_vocab",
     ),
-    "skipped_parameter": ({"environment": {"VERL_CPU_FAULT": "skipped_parameter"}}, 1, "weights."),
+    "skipped_parameter": ({"environment": {"VERL_CPU_FAULT": "skipped_parameter"}}, 1, "weights.stale"),
     "rope_scaling": (
         {
             "overrides": (

@@ -14,6 +14,7 @@ from trainfer.check.align.weights import Weights, weights_by_version
 from trainfer.check.compare.source import DumpSide
 from trainfer.check.diagnose import Diagnosis
 from trainfer.check.dump.folder import LEADER_MANIFEST
+from trainfer.check.dump.records import WeightRecord
 from trainfer.integrations.dumps import compare
 from trainfer.integrations.parts import part_folders
 
@@ -84,9 +85,27 @@ def judge(step_pass: StepPass, model: Path | None) -> Diagnosis:
     Raises:
         DumpError: a dump cannot be read.
     """
-    result = compare(step_pass.rollout, step_pass.train, model=model)
+    history = step_pass.train.parent.parent / "weights" / "train"
+    train = _TrainSide(step_pass.train, DumpSide(history)) if _is_dump(history) else step_pass.train
+    result = compare(step_pass.rollout, train, model=model)
     result.write(step_pass.report)
     return result
+
+
+class _TrainSide(DumpSide):
+    """A training pass that knows the weights of the syncs before it: a parameter that was left behind has an origin."""
+
+    def __init__(self, folder: Path, history: DumpSide) -> None:
+        super().__init__(folder)
+        self._history = history
+
+    def weights(self, rank: int) -> Iterator[WeightRecord]:
+        """Its own, then those of earlier versions."""
+        own = list(super().weights(rank))
+        first = min((record.weights_version for record in own), default=0)
+        yield from own
+        if rank in self._history.ranks:
+            yield from (r for r in self._history.weights(rank) if r.weights_version < first)
 
 
 def sync_proofs(folder: Path) -> Iterator[SyncProof]:
