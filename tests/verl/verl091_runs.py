@@ -1,7 +1,7 @@
 """Starts stock verl 0.9.1 under ``trainfer attach`` on this machine's CPU; nothing of verl is edited.
 
 ``make setup-verl`` makes the environment; ``TRAINFER_VERL091`` names its Python. A run takes about three minutes when the cores
-are free, most of it imports in ten processes, so that tests share runs.
+are free, most of it imports in ten processes, so that tests share runs. On loaded cores Ray gives up: its agent has 15 seconds to start.
 """
 
 import json
