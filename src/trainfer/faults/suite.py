@@ -24,7 +24,7 @@ from trainfer.faults.controls import CONTROLS
 from trainfer.faults.fault import Control, Fault
 from trainfer.faults.models import DTYPES
 from trainfer.faults.pair import make_pair
-from trainfer.faults.records import Case, ControlOutcome, Outcome, Scores
+from trainfer.faults.records import Case, ControlOutcome, Expected, Outcome, Scores
 from trainfer.faults.sides import mean_gap, run_pair
 from trainfer.integrations.dumps import compare
 
@@ -127,7 +127,7 @@ def run_case(fault: Fault, seed: int, folder: Path, *, keep: Path | None = None)
         answer = read_answer(result)
     except Exception as error:  # noqa: BLE001  (what raises is a failure of the case, shown with its words)
         shutil.rmtree(folder, ignore_errors=True)
-        return _raised(case, expected[0].cause, error, time.perf_counter() - started)
+        return _raised(case, expected[0], error, time.perf_counter() - started)
     outcome = score_case(
         case, expected, answer, steps[-1][0].batch,
         gap=mean_gap(steps), noise=clean_noise(case, pair.train.layout), seconds=time.perf_counter() - started,
@@ -145,10 +145,12 @@ def is_failure(outcome: Outcome) -> bool:
     return outcome.counted and (outcome.top1 is False or not outcome.family)
 
 
-def _raised(case: Case, cause: str, error: Exception, seconds: float) -> Outcome:
+def _raised(case: Case, expected: Expected, error: Exception, seconds: float) -> Outcome:
+    module = expected.modules[0] if expected.modules else None
+    found = None if module is None else False
     return Outcome(
-        case=case, expected=(cause,), expected_module=None, answer=None, counted=True, ratio=None, top1=False, top3=False,
-        seconds=seconds, error=f"{type(error).__name__}: {error}",
+        case=case, expected=(expected.cause,), expected_module=module, answer=None, counted=True, ratio=None, top1=found,
+        top3=found, seconds=seconds, error=f"{type(error).__name__}: {error}",
     )  # fmt: skip
 
 
