@@ -27,7 +27,7 @@ def make_model():
 
 
 @torch.no_grad()
-def compare(tmp_path: Path, change) -> trainfer.check.diagnose.Diagnosis:  # type: ignore[name-defined]
+def compare(tmp_path: Path, change):
     good, bad = make_model(), make_model()
     change(bad)
     for side, model in (("rollout", good), ("train", bad)):
@@ -57,7 +57,9 @@ def scale(model):
 
 def shifted(model):
     def later(m, args, kwargs):
-        return args, {**kwargs, "position_ids": kwargs["position_ids"] + 2}
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": kwargs["position_ids"] + 2}
+        return (args[0], args[1] + 2), kwargs
 
     model.model.rotary_emb.register_forward_pre_hook(later, with_kwargs=True)
 
