@@ -5,6 +5,7 @@ Takes sides' manifests and call records; gives plain records, and the attributes
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from trainfer.check.align.names import NameMap, canonical, parent_of
 from trainfer.check.align.side import Side
@@ -86,7 +87,8 @@ def _flat(config: Mapping[str, object]) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}.{name}": item for name, item in value.items()}
+            inner = cast("Mapping[str, object]", value)
+            found |= {f"{key}.{name}": item for name, item in inner.items()}
         else:
             found[key] = value
     return found

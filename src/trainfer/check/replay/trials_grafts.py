@@ -79,5 +79,11 @@ def adapter_of(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor, float] | N
     scaling = parts[2]
     if len(names) != 1 or not isinstance(scaling, dict):
         return None
-    a, b = (part[names[0]].weight.detach().double() for part in parts[:2] if isinstance(part, nn.ModuleDict))
+    a, b = (_weight(part[names[0]]) for part in parts[:2] if isinstance(part, nn.ModuleDict))
     return a, b, float(scaling[names[0]])
+
+
+def _weight(layer: nn.Module) -> torch.Tensor:
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach().double()

@@ -108,7 +108,8 @@ def _eps(site: Site, weight: Tensor, eps: float, *, centred: bool) -> Iterator[A
             predicted=_predict(site, lambda t, v=value: apply(t, weight, v, centred=centred)),
         )
     beside = eps_outside_of_rows(x.numpy(), y.numpy(), weight.numpy())
-    for value in dict.fromkeys([eps, *([] if beside is None else round_eps(beside))]):
+    others: list[float] = [] if beside is None else round_eps(beside)
+    for value in [eps, *others]:
         evidence = (f"eps {value:.3g} is added to the root, in the reference {eps:.3g} under it",)
         yield Attempt(
             hypothesis=Hypothesis(

@@ -62,18 +62,14 @@ def _window(site: Site, facts: AttentionFacts, bad: Sequence[np.ndarray]) -> Ite
     firsts = [first_bad(errors, site.floor) for errors in bad]
     found = [first for first in firsts if first is not None and first > 0]
     said = site.attributes.get("sliding_window")
-    sizes = dict.fromkeys(
-        [
-            *([int(said)] if isinstance(said, int) else []),
-            *(n for f in sorted(set(found)) for n in (f, f + 1)),
-        ]
-    )
+    sizes: list[int] = [said] if isinstance(said, int) and said > 0 else []
+    sizes += [size for first in sorted(set(found)) for size in (first, first + 1) if size not in sizes]
     if own is not None:
         text = (
             f"the reference sees the last {own} positions only; this side sees all: rows from {own} on differ"
         )
         yield attempt(facts, "attention.window", Change(window=None), text, window="none", reference=own)
-    for size in list(sizes)[:8]:
+    for size in sizes[:8]:
         if size < 1 or size == own:
             continue
         text = f"rows below position {size} are exact: this side sees the last {size} positions only"
@@ -168,7 +164,9 @@ def _merge(site: Site, facts: AttentionFacts, bad: Sequence[np.ndarray]) -> Iter
             predicted.append(run_core(core))
             continue
         tried = [_on_the_line(rows[1], core, split) for split in (first, first + 1)]
-        predicted.append(min(tried, key=lambda made: float((made - rows[1])[rows[2]].square().sum())))
+        captured, known = rows[1], rows[2]
+        left = [float((made - captured)[known].square().sum()) for made in tried]
+        predicted.append(tried[left.index(min(left))])
     splits = sorted({first for first in firsts if first})
     text = (
         f"each head's row lies on the line between its attention over positions before and after {splits[0]}"
