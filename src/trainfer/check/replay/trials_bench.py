@@ -9,6 +9,7 @@ errors added where they arose. The model is copied once, in float64; sequences a
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -231,8 +232,8 @@ def _add_to_output(errors: Tensor, length: int, part: str):
     return hook
 
 
-def _add_to_input(errors: Tensor, length: int):
-    def hook(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _add_to_input(errors: Tensor, length: int) -> Callable[..., Any]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], Tensor):
             return (_added(args[0], errors, length), *args[1:]), kwargs
         for name, value in kwargs.items():
