@@ -116,13 +116,13 @@ def attached(tmp_path, monkeypatch):
         v061_train._Actor.updates = 0
         session = session_module.session()
         session.synced(0)
-        advices = {
+        advised = {
             "compute_log_prob": v061_train.log_prob,
             "update_policy": v061_train.update,
             "_forward_micro_batch": v061_train.micro_batch,
             "_optimizer_step": optimizer_step,
         }
-        for name, advice in advices.items():
+        for name, advice in advised.items():
             monkeypatch.setattr(Actor, name, wrap(vars(Actor)[name], advice, _raise))
         return session
 
