@@ -27,7 +27,7 @@ def is_vllm(model: object) -> bool:
     )
 
 
-def capture(
+def capture(  # noqa: D417 (the rest are those of the function that it calls)
     model: object,
     path: str | Path,
     *,
@@ -55,18 +55,12 @@ def capture(
         model: An ``nn.Module``, or a ``vllm.LLM``.
         path: Folder of the dump, not used before; ``{run_id}`` in it becomes a fresh run id.
         side: ``rollout`` or ``train``.
-        pass_name: See there.
         weights_version: Optimizer steps behind the weights at the start; None counts from 0.
-        level: See there.
         task: ``tensor``, ``statistics`` or ``sketch``.
-        backward: See there.
         modules: Names or patterns; None for all. vLLM's names: ``*.qkv_proj``.
         steps: Steps to keep, as counted by ``step()``; None for all.
-        ranks: See there.
         token_range: First position and the one after the last.
         prompts_only: Leave out decode.
-        rows: See there.
-        weights: See there.
         max_bytes: Stop keeping values after so many bytes (of each vLLM worker).
 
     Raises:
@@ -82,18 +76,15 @@ def capture(
         raise CaptureError(
             f"a {type(model).__name__} cannot be captured; hand over an nn.Module or a vllm.LLM"
         )
-    asked = {
-        "side": (side, "rollout"),
-        "pass_name": (pass_name, None),
-        "level": (level, "L0"),
-        "backward": (backward, False),
-        "ranks": (ranks, None),
-        "rows": (rows, None),
-        "weights": (weights, "fingerprint"),
-    }
-    for name, (value, only) in asked.items():
-        if value != only:
-            raise CaptureError(f"{name}={value!r} has no meaning for a vLLM engine; leave it at {only!r}")
+    _refuse_for_vllm(
+        side=(side, "rollout"),
+        pass_name=(pass_name, None),
+        level=(level, "L0"),
+        backward=(backward, False),
+        ranks=(ranks, None),
+        rows=(rows, None),
+        weights=(weights, "fingerprint"),
+    )
     settings = VllmCaptureSettings(
         path=str(path),
         task=task,
@@ -105,3 +96,10 @@ def capture(
         weights_version=weights_version,
     )
     return VllmCapture(model, settings)
+
+
+def _refuse_for_vllm(**asked: tuple[object, object]) -> None:
+    """What was asked for, and the only value that an engine knows."""
+    for name, (value, only) in asked.items():
+        if value != only:
+            raise CaptureError(f"{name}={value!r} has no meaning for a vLLM engine; leave it at {only!r}")

@@ -1,5 +1,6 @@
 """The model of a replay: a module, a folder, or built again from a dump that holds its weights."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -45,8 +46,9 @@ def test_a_dump_with_all_weights_gives_its_model(architecture: str, tmp_path: Pa
     for name, parameter in found.named_parameters():
         assert torch.equal(parameter, wanted[name]), name
     ids = torch.tensor([[3, 4, 5, 6]])
-    with torch.no_grad():
-        assert torch.equal(found(input_ids=ids).logits, model(input_ids=ids).logits)
+    with torch.no_grad():  # in float32: the attention's implementation is not part of a dump
+        ours, theirs = (copy.deepcopy(one).float()(input_ids=ids).logits for one in (found, model))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     result = trainfer.compare(pair.rollout, pair.train)
     assert result.replay is not None
     assert len(result.replay.modules) > 20

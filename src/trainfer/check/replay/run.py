@@ -9,6 +9,7 @@ copy and a few thousand rows. What could not be replayed is named with the reaso
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
