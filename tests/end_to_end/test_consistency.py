@@ -238,8 +238,8 @@ def test_an_engine_without_a_module_is_not_captured_and_says_so(world, tmp_path,
     assert len(list(train(loaded))) == 2
     assert read_verdicts(tmp_path / "run") == ()
     assert [text for text in said.messages if "No step is captured" in text] == [
-        "No step is captured: the engine computes with no module of this process (rollout.name=builtin and hf can be "
-        "watched)."
+        "No step is captured: the engine computes with no module of this process (rollout.name=builtin, hf and vllm can "
+        "be watched)."
     ]
 
 

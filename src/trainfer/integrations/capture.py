@@ -4,7 +4,7 @@ Takes the model and settings; gives a context manager: of ``check.probe.capture`
 ``integrations.vllm.capture`` for a ``vllm.LLM``. vLLM itself is not imported here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -60,7 +60,6 @@ def capture(  # noqa: D417 (the rest are those of the function that it calls)
         modules: Names or patterns; None for all. vLLM's names: ``*.qkv_proj``.
         steps: Steps to keep, as counted by ``step()``; None for all.
         token_range: First position and the one after the last.
-        prompts_only: Leave out decode.
         max_bytes: Stop keeping values after so many bytes (of each vLLM worker).
 
     Raises:
@@ -72,19 +71,10 @@ def capture(  # noqa: D417 (the rest are those of the function that it calls)
             backward=backward, modules=modules, steps=steps, ranks=ranks, token_range=token_range,
             prompts_only=prompts_only, rows=rows, weights=weights, max_bytes=max_bytes,
         )  # fmt: skip
-    if not is_vllm(model):
-        raise CaptureError(
-            f"a {type(model).__name__} cannot be captured; hand over an nn.Module or a vllm.LLM"
-        )
     _refuse_for_vllm(
-        side=(side, "rollout"),
-        pass_name=(pass_name, None),
-        level=(level, "L0"),
-        backward=(backward, False),
-        ranks=(ranks, None),
-        rows=(rows, None),
-        weights=(weights, "fingerprint"),
-    )
+        model, side=side, pass_name=pass_name, level=level, backward=backward, ranks=ranks, rows=rows,
+        weights=weights,
+    )  # fmt: skip
     settings = VllmCaptureSettings(
         path=str(path),
         task=task,
@@ -98,8 +88,25 @@ def capture(  # noqa: D417 (the rest are those of the function that it calls)
     return VllmCapture(model, settings)
 
 
-def _refuse_for_vllm(**asked: tuple[object, object]) -> None:
-    """What was asked for, and the only value that an engine knows."""
-    for name, (value, only) in asked.items():
-        if value != only:
-            raise CaptureError(f"{name}={value!r} has no meaning for a vLLM engine; leave it at {only!r}")
+ENGINE_KNOWS: Mapping[str, object] = {
+    "side": "rollout",
+    "pass_name": None,
+    "level": "L0",
+    "backward": False,
+    "ranks": None,
+    "rows": None,
+    "weights": "fingerprint",
+}
+"""Arguments that have a meaning for a module only, with the value that they may have for an engine."""
+
+
+def _refuse_for_vllm(model: object, **asked: object) -> None:
+    if not is_vllm(model):
+        raise CaptureError(
+            f"a {type(model).__name__} cannot be captured; hand over an nn.Module or a vllm.LLM"
+        )
+    for name, value in asked.items():
+        if value != ENGINE_KNOWS[name]:
+            raise CaptureError(
+                f"{name}={value!r} has no meaning for a vLLM engine; leave it at {ENGINE_KNOWS[name]!r}"
+            )

@@ -25,9 +25,20 @@ def first_divergence(comparison: Comparison, replay: Replay | None = None) -> Fi
     """The first divergence, or None where no stage diverged."""
     for stage in comparison.stages:
         if stage.status is Status.DIVERGED:
-            replayed = _in_replay(replay) if stage.name == "modules" and replay is not None else None
-            return replayed or _IN_STAGE[stage.name](comparison)
+            found = _in_replay(replay) if stage.name == "modules" and replay is not None else None
+            if found is None or replay is None:
+                return _IN_STAGE[stage.name](comparison)
+            return _part_of(found, replay, comparison) or found
     return None
+
+
+def _part_of(found: FirstDivergence, replay: Replay, comparison: Comparison) -> FirstDivergence | None:
+    """A part of the module found that could not be replayed itself, and is off by itself where the two sides meet."""
+    direct = _in_modules(comparison)
+    replayed = {item.module for item in replay.modules}
+    if direct.module is None or found.module is None or direct.module in replayed:
+        return None
+    return direct if direct.module.startswith(f"{found.module}.") else None
 
 
 def _in_replay(replay: Replay) -> FirstDivergence | None:

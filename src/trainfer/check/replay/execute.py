@@ -223,8 +223,13 @@ class SideExecutor:
             if leaf.dims is None or not sources:
                 given[leaf.name] = None
                 continue
-            rows = self.rows.fetch(sources, addresses, f"{name}'s output {leaf.name}")
-            given[leaf.name] = self._placed(rows, leaf, manner)
+            try:
+                rows = self.rows.fetch(sources, addresses, f"{name}'s output {leaf.name}")
+                given[leaf.name] = self._placed(rows, leaf, manner)
+            except MissingRowsError:
+                if part == "output":
+                    raise
+                given[leaf.name] = None  # attention weights, say: whoever needs them after all cannot be run
         return Stub(template, given)
 
     def _placed(self, rows: Tensor, leaf: Leaf, manner: Manner) -> Tensor:

@@ -37,7 +37,9 @@ class Captured:
             return made
         if own and self._is_same_kind(point.module):
             return own
-        if point.module.rpartition(".")[2] in self._special or point.module.endswith("rotary_emb"):
+        if point.module.rpartition(".")[2] in self._special:
+            return made if pair is not None and pair.how == "name" else ()
+        if point.module.endswith("rotary_emb"):
             return ()
         return made or own
 

@@ -59,9 +59,7 @@ def _probe(module: Any, dtype: torch.dtype) -> Tensor:
 
 def _inputs(module: Any) -> int:
     assert isinstance(module, LinearBase)
-    return (
-        module.input_size_per_partition if "input_size_per_partition" in vars(module) else module.input_size
-    )
+    return vars(module).get("input_size_per_partition", module.input_size)
 
 
 def _piece(source: Source, value: Tensor) -> Piece:

@@ -66,12 +66,13 @@ def completion(request: GenerationRequest, output: RequestOutput, *, weights_ver
     if tuple(output.prompt_token_ids or ()) != request.prompt_ids:
         raise EngineError(f"request {name!r}: vLLM answered another prompt than it was given")
     token_ids = tuple(answer.token_ids)
-    if answer.logprobs is None or len(answer.logprobs) != len(token_ids):
+    rows = [row for row in answer.logprobs or () if row is not None]
+    if len(rows) != len(token_ids):
         raise EngineError(f"request {name!r}: vLLM gave {len(token_ids)} tokens without a log-prob for each")
     return Completion(
         request_id=name,
         token_ids=token_ids,
-        logprobs=tuple(row[token].logprob for row, token in zip(answer.logprobs, token_ids, strict=True)),
+        logprobs=tuple(row[token].logprob for row, token in zip(rows, token_ids, strict=True)),
         finish_reason=_finish_reason(name, answer.finish_reason, token_ids, request.sampling.stop_token_ids),
         weights_version=weights_version,
     )

@@ -28,11 +28,12 @@ def check_logprobs(llm: LLM) -> None:
     """
     config = llm.llm_engine.model_config
     tokens = min(_PROMPT_TOKENS, config.get_vocab_size(), config.max_model_len - 1)
+    ways: tuple[dict[str, Any], ...] = ({}, {"temperature": _TEMPERATURE}, {"top_k": 1})
     plain, cold, filtered = (
         _first_token(
             llm, tokens, SamplingParams(max_tokens=1, logprobs=2, detokenize=False, seed=0, **changes)
         )
-        for changes in ({}, {"temperature": _TEMPERATURE}, {"top_k": 1})
+        for changes in ways
     )
     first, second = sorted(plain, key=lambda token: plain[token], reverse=True)[:2]
     gap = plain[first] - plain[second]
