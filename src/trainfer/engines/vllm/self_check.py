@@ -6,6 +6,7 @@ at temperature ¼, and a token that is the only one left has log-prob 0.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
@@ -50,10 +51,11 @@ def check_logprobs(llm: LLM) -> None:
 
 
 def _first_token(llm: LLM, prompt_tokens: int, params: SamplingParams) -> Mapping[int, float]:
-    prompt = {"prompt_token_ids": list(range(prompt_tokens))}
+    prompt: Any = {"prompt_token_ids": list(range(prompt_tokens))}
     output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
-    assert output.logprobs is not None, "they were asked for"
-    return {token: entry.logprob for token, entry in output.logprobs[0].items()}
+    first = output.logprobs[0] if output.logprobs else None
+    assert first is not None, "they were asked for"
+    return {token: entry.logprob for token, entry in first.items()}
 
 
 def _message(case: str, expected: str, found: str) -> str:
