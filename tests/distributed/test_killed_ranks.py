@@ -25,7 +25,7 @@ from trainfer.train.journal.checkpoints import list_checkpoints, why_damaged
 from trainfer.train.journal.metrics import read_metrics
 
 WORDS = ["ab", "ba", "ac", "ca", "bc", "cb", "ad", "da"]
-STEPS, KILLS = 12, 4
+STEPS, KILLS = 40, 4
 ASYNC = "actor_rollout_ref.actor.checkpoint.async_save=true"
 
 
@@ -120,10 +120,12 @@ def kill_a_worker(process, run, chance, launcher):
     deadline = time.monotonic() + 240
     while process.poll() is None and steps_written(run) < further and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(chance.uniform(0.0, 1.0))
+    time.sleep(chance.uniform(0.0, 0.3))
     if process.poll() is not None:
         return False
     pids = workers_of(process, run, launcher)
+    if not pids and steps_written(run) == STEPS:
+        return False
     assert pids, (run.parent / "log").read_text()[-3000:]
     os.kill(chance.choice(pids), signal.SIGKILL)
     return True
@@ -157,8 +159,10 @@ def test_a_worker_killed_again_and_again_costs_the_steps_since_the_last_checkpoi
     for number in range(KILLS):
         behind = number % 2 == 1
         process = start(data, run, *([ASYNC] if behind else []), launcher=launcher)
-        killed = kill_a_worker(process, run, chance, launcher)
-        code = end(process)
+        try:
+            killed = kill_a_worker(process, run, chance, launcher)
+        finally:
+            code = end(process)
         log = (tmp_path / "log").read_text()[-3000:]
         if killed:
             kills += 1

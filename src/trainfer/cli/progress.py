@@ -199,8 +199,8 @@ class NextSteps:
 
     folder: Path
     train_command: str
-    """The command line that was given, e.g. ``trainfer train tiny.yaml``: starting it again resumes. Its first word
-    starts the other verbs as well."""
+    """The command line that was given, e.g. ``trainfer train tiny.yaml``: starting it again resumes. What
+    stands before ``train`` (``python -m trainfer.cli.main``) starts the other verbs as well."""
     total: int
     """The step at which the run ends."""
     tensorboard: bool
@@ -269,8 +269,9 @@ def _captured_lines(folder: Path) -> list[str]:
 
 def _commands(run: NextSteps, *, finished: bool, has_checkpoint: bool) -> list[tuple[str, str]]:
     folder = shlex.quote(str(run.folder))
-    program, _train, *arguments = shlex.split(run.train_command)
-    program = shlex.quote(program)
+    words = shlex.split(run.train_command)
+    verb = words.index("train")
+    program, arguments = shlex.join(words[:verb]), words[verb + 1 :]
     commands = [(f"{program} report {folder}", "curves and samples in one HTML file")]
     if has_checkpoint:
         # With the overrides: they may name another run folder or another validation set than the file does.

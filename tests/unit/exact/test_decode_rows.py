@@ -17,17 +17,17 @@ from trainfer.types import GenerationRequest, SamplingParams
 
 
 class SplitBelow(nn.Linear):
-    """Sums in two halves where there are fewer rows than ``rows``."""
+    """Sums in two halves where there are fewer rows than ``rows``; rounds once."""
 
     rows = 0
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[-2] >= self.rows:
-            return F.linear(input, self.weight, self.bias)
-        half = input.shape[-1] // 2
-        return F.linear(input[..., :half], self.weight[:, :half]) + F.linear(
-            input[..., half:], self.weight[:, half:], self.bias
-        )
+        rows, weight = input.float(), self.weight.float()
+        half = rows.shape[-1] if rows.shape[-2] >= self.rows else rows.shape[-1] // 2
+        product = F.linear(rows[..., :half], weight[:, :half])
+        if half < rows.shape[-1]:
+            product = product + F.linear(rows[..., half:], weight[:, half:])
+        return (product if self.bias is None else product + self.bias.float()).to(input.dtype)
 
 
 class SplitBelow3(SplitBelow):
@@ -36,6 +36,17 @@ class SplitBelow3(SplitBelow):
 
 class SplitBelow5(SplitBelow):
     rows = 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("planted", "expected"), [(SplitBelow3, 4), (SplitBelow5, 8)])
+def test_what_half_precision_rounds_away_is_found_too(planted, expected, dtype, bitwise):
+    """Another order of summation changes one element in thousands there: few sums of random numbers show it."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = tiny_model("qwen2").to(dtype)
+        model.get_submodule("model.layers.1.self_attn.v_proj").__class__ = planted
+        assert decode_rows(model) >= expected or not bitwise
 
 
 @pytest.mark.parametrize(("planted", "expected"), [(None, 2), (SplitBelow3, 4), (SplitBelow5, 8)])

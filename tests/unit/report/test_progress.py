@@ -168,6 +168,14 @@ def test_the_longer_run_names_its_number_of_steps_once(tmp_path):
     assert "  trainfer train a.yaml 'data.train_files=[a b]' trainer.total_training_steps=16" in text
 
 
+def test_a_run_that_was_started_as_a_module_names_the_other_verbs_so(tmp_path):
+    program = "/opt/python -u -m trainfer.cli.main"
+    run = finished(tmp_path, 8, total=8)
+    text = closing_summary(replace(run, train_command=f"{program} train a.yaml x=1"))
+    for line in (f"{program} report ", f"{program} eval a.yaml x=1\n", f"{program} export "):
+        assert f"  {line}" in text
+
+
 def test_a_run_without_a_step_says_so(tmp_path):
     run = NextSteps(
         folder=tmp_path,
