@@ -96,15 +96,18 @@ def misplaced_logprobs(
     return findings
 
 
-def _derived(record: SequenceRecord, logits: RowLogits, index: int, shift: int) -> Floats:
-    """Log-prob of the token ``shift`` places later, for each response token; NaN where it has no logits."""
+def _derived(record: SequenceRecord, logits: RowLogits, index: int, shift: int, row_shift: int = 0) -> Floats:
+    """Log-prob of the token ``shift`` places later, for each response token; NaN where it has no logits.
+
+    ``row_shift``: read from the row so many places after the one before the token.
+    """
     derived = np.full(len(record.logprobs), np.nan)
     rows: list[Tensor] = []
     targets: list[int] = []
     places: list[int] = []
     for step in range(len(derived)):
         position = record.prompt_length + step + shift
-        row = logits.get((index, position - 1))
+        row = logits.get((index, position - 1 + row_shift))
         if row is not None and 0 <= position < len(record.tokens) and record.tokens[position] < len(row):
             rows.append(row)
             targets.append(record.tokens[position])
@@ -155,13 +158,14 @@ def _finding(
 def _shifted(
     name: str, index: int, record: SequenceRecord, logits: RowLogits, recorded: Floats, tolerance: float
 ) -> TokenFinding | None:
-    for shift in (1, -1):
-        derived = _derived(record, logits, index, shift)
+    ways = [(shift, 0, f"log-prob of token t is that of token t{shift:+d}") for shift in (1, -1)]
+    ways.append((0, 1, "token t is scored by its own row, not by the row before it"))
+    ways.append((0, -1, "token t is scored by the row two places before it"))
+    for shift, row_shift, note in ways:
+        derived = _derived(record, logits, index, shift, row_shift)
         known = int(np.count_nonzero(~np.isnan(derived)))
         if known >= 3 and _fits(recorded, derived, tolerance) >= _MIN_SHARE * known:
-            return _finding(
-                name, index, record, f"log-prob of token t is that of token t{shift:+d}", lag=shift
-            )
+            return _finding(name, index, record, note, lag=shift or row_shift)
     return None
 
 

@@ -69,14 +69,16 @@ def clone(
             )
     state["_modules"] = children
     if "_attn_implementation" in dir(state.get("config")):
-        state["config"] = _with_attention(state["config"], attention)
+        state["config"] = plain_config(state["config"], attention)
     vars(made).update(state)
     return made
 
 
-def _with_attention(config: object, attention: str) -> object:
+def plain_config(config: object, attention: str = "eager") -> object:
+    """A copy of a Transformers configuration that asks for plain kernels: grouped expert products know no float64."""
     changed = copy.copy(config)
     vars(changed)["_attn_implementation_internal"] = attention
+    vars(changed)["_experts_implementation_internal"] = "eager"
     return changed
 
 

@@ -21,6 +21,8 @@ from trainfer.check.replay.rows import Addresses
 
 SAFETY = 3.0
 """The factor between the largest error seen in the sample and the noise floor."""
+SAME = 1e-9
+"""Relative error of a row in float64 below which two computations have the same maths."""
 SAMPLE_ROWS = 48
 SAMPLE_SEQUENCES = 2
 SINGLE_ROWS = 2
@@ -95,8 +97,9 @@ def _variants(
     every = np.arange(len(sample))
     yield "all rows together", every, executor.run(name, prepared, sample, native)
     if prepared.whole_sequences:
-        backend = replace(native, attention="sdpa")
-        yield "attention by sdpa", every, executor.run(name, prepared, sample, backend)
+        if _is_same_maths(executor, name, prepared, sample, attention="sdpa"):
+            backend = replace(native, attention="sdpa")
+            yield "attention by sdpa", every, executor.run(name, prepared, sample, backend)
         ordered = np.argsort(sample.positions, kind="stable")
         half = np.sort(ordered[: max(1, len(ordered) // 2)])
         yield "shorter sequences", half, executor.run(name, prepared, sample.take(half), native)
@@ -109,6 +112,15 @@ def _variants(
     module = executor.reference.modules[name]
     if isinstance(module, nn.Linear):
         yield from _linear_variants(executor, name, sample, native, every)
+
+
+def _is_same_maths(
+    executor: SideExecutor, name: str, prepared: Prepared, sample: Addresses, *, attention: str
+) -> bool:
+    """In float64 another backend gives the same: one that leaves out a soft-cap or a sink does not."""
+    exact = executor.run(name, prepared, sample, Manner())
+    other = executor.run(name, prepared, sample, Manner(attention=attention))
+    return all(row_errors(other[place], exact[place]).max(initial=0.0) < SAME for place in exact)
 
 
 def _linear_variants(

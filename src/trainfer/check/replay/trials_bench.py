@@ -19,6 +19,7 @@ from trainfer.check.align.points import Point, Source
 from trainfer.check.compare.joined import JoinedSides
 from trainfer.check.dump.records import ModuleEntry, SequenceRecord
 from trainfer.check.probe.names import named_modules
+from trainfer.check.replay.clones import plain_config
 from trainfer.check.replay.trials_forced import Place, Trace, forced_pass, from_rows, row_dim, run_model
 from trainfer.check.replay.trials_rows import MAX_TOKENS, CapturedRows, SideRows
 from trainfer.check.replay.trials_sites import Site
@@ -46,6 +47,10 @@ class Bench:
         self.model = copy.deepcopy(model).to(torch.float64).eval()
         for parameter in self.model.parameters():
             parameter.requires_grad_(False)  # noqa: FBT003
+        for module in self.model.modules():
+            config = vars(module).get("config")
+            if "_experts_implementation_internal" in vars(config or object):
+                vars(module)["config"] = plain_config(config)
         self.modules = {canonical(n, joined.names): m for n, m in named_modules(self.model).items()}
         self.rows = _side_rows(joined, 0), _side_rows(joined, 1)
         self.records = _records(joined)
