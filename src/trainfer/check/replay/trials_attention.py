@@ -40,6 +40,10 @@ class Change:
     """−1: the core's own."""
     softcap: float | None = -1.0
     scale: float | None = None
+    queries: Callable[[Tensor], Tensor] | None = None
+    """On queries after rotation."""
+    softmax: Callable[[Tensor], Tensor] | None = None
+    """Masked scores ``[H, T, S]`` -> weights; None: the softmax."""
     keys: Callable[[Tensor], Tensor] | None = None
     """On keys after rotation, as a cache stores them."""
     values: Callable[[Tensor], Tensor] | None = None
@@ -81,6 +85,7 @@ def run_core(core: Core, change: Change | None = None) -> Tensor:
     """Rows ``[T, H·K]`` of the core, before the output projection."""
     change = change or Change()
     q, k = rotated(core, interleaved=change.interleaved)
+    q = change.queries(q) if change.queries else q
     plain = _attend(core, change, q, k, core.v_TGK)
     if change.keys is None and change.values is None:
         return plain
@@ -119,7 +124,8 @@ def _weights(core: Core, change: Change, q: Tensor, k: Tensor) -> Tensor:
     seen = causal(rows, keys, window) if change.visible is None else change.visible(rows, keys)
     if len(k) > count:
         seen = torch.cat([seen, torch.ones(length, len(k) - count, dtype=torch.bool)], dim=1)
-    return torch.nan_to_num(scores.masked_fill(~seen, -torch.inf).softmax(dim=-1))
+    masked = scores.masked_fill(~seen, -torch.inf)
+    return torch.nan_to_num(change.softmax(masked) if change.softmax else masked.softmax(dim=-1))
 
 
 def causal(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:

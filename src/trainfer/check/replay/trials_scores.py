@@ -18,6 +18,7 @@ from trainfer.check.replay.hypotheses import Hypothesis, first_bad
 from trainfer.check.replay.trials_attention import Change, Core, causal, parts_at, run_core, weights_of
 from trainfer.check.replay.trials_cache import old_cache_attempts, quantised_attempts, seam_attempts
 from trainfer.check.replay.trials_cores import AttentionFacts, attempt, errors_of
+from trainfer.check.replay.trials_kernels import precision_attempts
 from trainfer.check.replay.trials_sites import Attempt, Site
 
 
@@ -35,7 +36,7 @@ def attention_attempts(site: Site, facts: AttentionFacts) -> Iterator[Attempt]:
     yield from quantised_attempts(facts)
     yield from seam_attempts(site, facts, bad)
     yield from _layout(facts)
-    yield from _precision(facts)
+    yield from precision_attempts(facts)
     yield from _dropout(site, facts)
 
 
@@ -201,24 +202,6 @@ def _layout(facts: AttentionFacts) -> Iterator[Attempt]:
         return
     text = "neighbouring features are turned as pairs (interleaved), in the reference the two halves"
     yield attempt(facts, "rope.layout", Change(interleaved=True), text, layout="interleaved")
-
-
-def _precision(facts: AttentionFacts) -> Iterator[Attempt]:
-    """Scores or weights in a low precision."""
-    for name, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
-        predicted: list[Tensor] = []
-        for core in facts.cores:
-            weights = weights_of(core).to(dtype).double()
-            groups = core.q_THK.shape[1] // core.v_TGK.shape[1]
-            values = core.v_TGK.repeat_interleave(groups, dim=1)
-            predicted.append(torch.einsum("hts,shk->thk", weights, values).reshape(len(core.q_THK), -1))
-        text = f"attention weights are rounded to {name} before they meet the values"
-        yield Attempt(
-            hypothesis=Hypothesis(
-                cause="attention.backend", grid=True, parameters={"weights": name}, evidence=(text,)
-            ),
-            predicted=tuple(predicted),
-        )
 
 
 _DROPOUT_ROWS = 2
