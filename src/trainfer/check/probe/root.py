@@ -32,7 +32,7 @@ def read_root_call(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[
     """Read a call; what is not there is None in the answer."""
     named = {**_positional_names(module, args), **kwargs}
     ids = named.get("input_ids")
-    cache = named.get("past_key_values")
+    cache = _cache_in(named)
     length_before = _cached_length(cache)
     if isinstance(ids, Tensor) and ids.dim() in (1, 2) and not ids.is_floating_point():
         tokens_BT = _integers(ids if ids.dim() == 2 else ids[None])
@@ -95,10 +95,13 @@ def named_prefixes(kwargs: Mapping[str, object]) -> Sequence[NamedPrefix | None]
 
 def cache_of_output(output: object) -> KeyValueCache | None:
     """The cache that a forward returned."""
-    cache = (
-        cast("Mapping[str, object]", output).get("past_key_values") if isinstance(output, Mapping) else None
-    )
+    cache = _cache_in(cast("Mapping[str, object]", output)) if isinstance(output, Mapping) else None
     return cache if isinstance(cache, KeyValueCache) else None
+
+
+def _cache_in(named: Mapping[str, object]) -> object:
+    """The key-value cache among arguments or outputs; Transformers calls it ``cache`` from 5.24 on."""
+    return named.get("past_key_values", named.get("cache"))
 
 
 def _positional_names(module: nn.Module, args: Sequence[object]) -> dict[str, object]:
