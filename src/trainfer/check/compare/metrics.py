@@ -1,8 +1,8 @@
 """Differences of two row matrices: sums over elements, and one error per row.
 
 Takes rows of any dtype, [n, F] on either side; gives ``Metrics`` and float32 errors [n]. Works on chunks that stay in
-a core's cache: equal ones cost one pass, others about twenty. Where a value is NaN, infinite or too large for float32
-sums, or a dtype is wider than float32, a careful and slower way is taken.
+a core's cache. Narrow floats cost one pass where the machine has a compiler (``fused``), else about twenty (``quick``);
+where a value is NaN or infinite, or a dtype is wider than float32, a careful and slower way is taken.
 """
 
 import math
@@ -12,10 +12,13 @@ import torch
 from jaxtyping import Float32, Shaped
 from torch import Tensor
 
-from trainfer.check.compare.quick import CHUNK, QuickComparison
+from trainfer.check.compare import fused
+from trainfer.check.compare.quick import SMALL_NORM, QuickComparison
 from trainfer.check.compare.records import Metrics
 from trainfer.check.compare.ulps import ulp_max
 
+_CHUNK = 1 << 16
+"""Elements compared at a time."""
 _NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _WIDE = frozenset({torch.float64, torch.int64, torch.int32, torch.uint32, torch.uint64, torch.complex64})
 
@@ -33,12 +36,13 @@ def compare_rows(
     errors = np.zeros(num_rows, dtype=np.float32)
     if num_rows == 0 or width == 0:
         return Metrics(), errors
+    rollout, train = rollout.detach().resolve_neg(), train.detach().resolve_neg()
+    step = min(num_rows, max(1, _CHUNK // width))
     if rollout.dtype in _NARROW and train.dtype in _NARROW:
-        quick = QuickComparison(rollout, train)
-        if quick.is_valid:
-            return quick.metrics(), quick.errors()
+        compared = _compare_narrow(rollout, train, step)
+        if compared is not None:
+            return compared
     total = Metrics()
-    step = max(1, CHUNK // width)
     for start in range(0, num_rows, step):
         x, y = rollout[start : start + step], train[start : start + step]
         if x.dtype == y.dtype and torch.equal(x, y):
@@ -48,6 +52,14 @@ def compare_rows(
         total = total.plus(block)
         errors[start : start + step] = row_errors.numpy()
     return total, errors
+
+
+def _compare_narrow(rollout: Tensor, train: Tensor, step: int) -> fused.Compared | None:
+    in_one_pass = fused.load()
+    if in_one_pass is not None:
+        return fused.compare_fused(in_one_pass, rollout, train, step)
+    quick = QuickComparison(rollout, train, step)
+    return (quick.metrics(), quick.errors()) if quick.is_valid else None
 
 
 def _all_equal(elements: int) -> Metrics:
@@ -65,18 +77,21 @@ def _compare_chunk(x: Tensor, y: Tensor) -> tuple[Metrics, Tensor]:
     sum_abs = _total(magnitude)
     if not math.isfinite(sum_abs):
         return _compare_with_odd_values(x, y, given)
-    metrics, errors = _finite_chunk(x, y, d, magnitude)
+    metrics, errors = _finite_chunk(x, y, d, magnitude, tiny=torch.finfo(x.dtype).tiny)
     return _with(metrics, sum_abs=sum_abs, ulp=ulp_max(*given)), errors
 
 
-def _finite_chunk(x: Tensor, y: Tensor, d: Tensor, magnitude: Tensor) -> tuple[Metrics, Tensor]:
+def _finite_chunk(
+    x: Tensor, y: Tensor, d: Tensor, magnitude: Tensor, *, tiny: float
+) -> tuple[Metrics, Tensor]:
     x_squared, y_squared, d_squared = _dots(x, x), _dots(y, y), _dots(d, d)
-    if x.dtype == torch.float32 and not bool((x_squared + y_squared).isfinite().all()):
-        return _finite_chunk(x.double(), y.double(), d.double(), magnitude.double())
     x_abs = x.abs()
     largest_d, largest_x, largest_y = magnitude.amax(1), x_abs.amax(1), y.abs().amax(1)
+    if x.dtype == torch.float32 and not _are_good(
+        torch.stack([x_squared, y_squared, d_squared]), torch.stack([largest_x, largest_y, largest_d])
+    ):
+        return _finite_chunk(x.double(), y.double(), d.double(), magnitude.double(), tiny=tiny)
     norm = torch.maximum(x_squared, y_squared).sqrt_()
-    tiny = torch.finfo(x.dtype).tiny
     errors = torch.maximum(
         d_squared.sqrt() / norm.clamp_(min=tiny),
         largest_d / torch.maximum(largest_x, largest_y).clamp_(min=tiny),
@@ -98,6 +113,11 @@ def _finite_chunk(x: Tensor, y: Tensor, d: Tensor, magnitude: Tensor) -> tuple[M
         sum_difference_squared=sums[2],
     )
     return metrics, errors.float()
+
+
+def _are_good(squares: Tensor, largest: Tensor) -> bool:
+    """False where float32 sums of squares have overflowed, or may have lost something to underflow."""
+    return bool((squares.isfinite() & ((squares >= SMALL_NORM**2) | (largest == 0))).all())
 
 
 def _total(values: Tensor) -> float:
@@ -129,7 +149,7 @@ def _compare_with_odd_values(x: Tensor, y: Tensor, given: tuple[Tensor, Tensor])
     x_clean, y_clean = x.masked_fill(out, 0.0), y.masked_fill(out, 0.0)
     d = y_clean - x_clean
     magnitude = d.abs()
-    metrics, errors = _finite_chunk(x_clean, y_clean, d, magnitude)
+    metrics, errors = _finite_chunk(x_clean, y_clean, d, magnitude, tiny=torch.finfo(x.dtype).tiny)
     metrics = _with(metrics, sum_abs=_total(magnitude), ulp=ulp)
     metrics = metrics.plus(
         Metrics(

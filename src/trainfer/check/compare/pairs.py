@@ -29,6 +29,8 @@ from trainfer.check.dump.reader import DamagedRecordError
 from trainfer.check.dump.records import Task
 
 MAX_THREADS = 8
+_BYTES_WORTH_A_THREAD = 4 * 2**20
+"""Of a pair, both sides together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +90,9 @@ class PairComparer:
         return results
 
     def _map(self, pairs: Sequence[PointPair]) -> list[tuple[PointPair, Outcome]]:
+        """Side by side only where tensors are large: for small ones the threads mostly wait for one another's Python."""
         threads = min(MAX_THREADS, os.cpu_count() or 1)
-        if threads == 1 or len(pairs) < 8:
+        if threads == 1 or len(pairs) < 8 or sum(map(_nbytes, pairs)) < len(pairs) * _BYTES_WORTH_A_THREAD:
             return [self._pair(pair) for pair in pairs]
         with ThreadPoolExecutor(threads, thread_name_prefix="trainfer-compare") as pool:
             return list(pool.map(self._pair, pairs))
@@ -275,6 +278,12 @@ def _take(rows: Tensor, slots: NDArray[np.int64]) -> Tensor:
     if len(slots) and slots[-1] - slots[0] == len(slots) - 1 and (np.diff(slots) == 1).all():
         return rows[slots[0] : slots[-1] + 1]
     return rows.index_select(0, torch.tensor(slots))
+
+
+def _nbytes(pair: PointPair) -> int:
+    """What is read of a pair."""
+    records = (record for source in (*pair.rollout, *pair.train) for record in source.records)
+    return sum(record.blob.nbytes for record in records if record.blob is not None)
 
 
 def _unmatched(note: str) -> Outcome:

@@ -1,7 +1,8 @@
 """Differences of two matrices of narrow floats in as few passes as they take.
 
 Takes [n, F] float32, bfloat16 or float16 on either side; gives what ``compare_rows`` gives, or says that it cannot:
-some value is NaN or infinite, or its square is. Numbers of rows are collected first and judged once for the tensor.
+some value is NaN or infinite, or its square is not a good float32. Numbers of rows are collected first and judged once
+for the tensor. For machines without a compiler; others take one pass (``fused``).
 """
 # pyright: standard
 # (torch.linalg has partial types)
@@ -16,18 +17,17 @@ from torch import Tensor
 from trainfer.check.compare.records import Metrics
 from trainfer.check.compare.ulps import ulp_max, ulp_max_of_parts
 
-CHUNK = 1 << 16
-"""Elements compared at a time."""
+SMALL_NORM = 1e-16
+"""Below it a float32 sum of squares may have lost something to underflow."""
 _X, _Y, _D = range(3)
 _TINY = float(np.finfo(np.float32).tiny)
 
 
 class QuickComparison:
-    """One comparison, made when it is built."""
+    """One comparison in chunks of ``step`` rows, made when it is built."""
 
-    def __init__(self, rollout: Tensor, train: Tensor) -> None:
+    def __init__(self, rollout: Tensor, train: Tensor, step: int) -> None:
         num_rows, width = rollout.shape
-        step = min(num_rows, max(1, CHUNK // width))
         self._norms = torch.zeros(3, num_rows)
         self._largest = torch.zeros(3, num_rows)
         self._scratch = torch.empty(3, step, width)
@@ -87,10 +87,11 @@ class QuickComparison:
         torch.abs(x, out=parts[_X])
         torch.abs(y, out=parts[_Y])
         torch.sub(y, x, out=parts[_D]).abs_()
-        norms = torch.linalg.vector_norm(parts, dim=2)
+        norms, largest = torch.linalg.vector_norm(parts, dim=2), parts.amax(2)
         self._norms[:, start:stop] = norms
-        self._largest[:, start:stop] = parts.amax(2)
-        if not math.isfinite(float(norms.sum())):
+        self._largest[:, start:stop] = largest
+        is_lost = (norms < SMALL_NORM) & (largest > 0)
+        if not math.isfinite(float(norms.sum())) or bool(is_lost.any()):
             self.is_valid = False
             return
         self._equal += equal

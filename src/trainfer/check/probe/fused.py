@@ -1,20 +1,15 @@
 """All statistics of a float32 array in one pass over memory, by a few lines of C.
 
 Takes an address and a length; gives eleven numbers. NumPy needs a pass for each number, and on one thread these passes
-are most of what watching costs. The C below is built once per processor by the machine's own compiler, within a
-second, and kept in the user's cache; where there is no compiler, ``load`` gives None and NumPy does the work.
+are most of what watching costs. Where the C below cannot be built (``dump.native``), ``load`` gives None and NumPy does
+the work.
 """
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+
+from trainfer.check.dump.native import load_library
 
 SAMPLE = 256
 """Elements that the quantiles are taken of, at most."""
@@ -75,13 +70,6 @@ void trainfer_statistics(const float *x, int64_t n, const double *probabilities,
 }
 """.replace("SAMPLE", str(SAMPLE))
 
-_FLAGS = (
-    "-O3", "-march=native", "-std=c99", "-shared", "-fPIC",
-    # Vector sums and minima. Not -ffast-math: a library linked with it makes the whole process flush denormals.
-    "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-ffinite-math-only", "-fno-math-errno",
-)  # fmt: skip
-_BUILD_TIMEOUT_S = 30
-
 StatisticsFunction = Callable[[int, int, int, int, int], None]
 """Address of float32, elements, address of float64 probabilities, how many, address of float64 results."""
 
@@ -89,54 +77,10 @@ StatisticsFunction = Callable[[int, int, int, int, int], None]
 @cache
 def load() -> StatisticsFunction | None:
     """The function, built where it was not yet; None where this machine cannot build it."""
-    library = library_path()
-    try:
-        if not library.exists():
-            _build(library)
-        if not _is_mine(library):
-            return None
-        function = ctypes.PyDLL(str(library)).trainfer_statistics
-    except (OSError, subprocess.SubprocessError, AttributeError):
+    library = load_library("statistics", SOURCE, keep_gil=True)
+    if library is None:
         return None
+    function = library.trainfer_statistics
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     function.argtypes, function.restype = [pointer, integer, pointer, integer, pointer], None
     return function
-
-
-def library_path() -> Path:
-    """``$XDG_CACHE_HOME/trainfer/native``, under a digest of source, flags and processor."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    text = "\0".join((SOURCE, *_FLAGS, platform.machine(), _processor()))
-    return (
-        Path(base) / "trainfer" / "native" / f"statistics-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    )
-
-
-def _build(library: Path) -> None:
-    """Build beside the final place and move it there, so that ranks that start together do no harm."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        raise FileNotFoundError("cc")
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        source, built = Path(folder) / "statistics.c", Path(folder) / "statistics.so"
-        source.write_text(SOURCE, encoding="utf-8")
-        command = [compiler, *_FLAGS, "-o", str(built), str(source)]
-        subprocess.run(command, check=True, capture_output=True, timeout=_BUILD_TIMEOUT_S)
-        built.chmod(0o700)
-        built.replace(library)
-
-
-def _is_mine(library: Path) -> bool:
-    """Nobody else can have written it; code from a cache that others share is not run."""
-    found = library.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "CPU implementer", "CPU part", "Features")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -39,6 +39,8 @@ class Leaf:
     shape: tuple[int, ...]
     dims: Dims | None
     """Dimensions that run over tokens; None where none does."""
+    offset: int | None = None
+    """The whole numbers are positions with so much added (GPT-2's ``wpe``: 0, OPT's: 2); None where they are not."""
 
     @property
     def width(self) -> int:
@@ -91,7 +93,9 @@ def learn_calls(model: nn.Module, names: NameMap) -> dict[str, CallTemplate]:
 
 def _run_shortly(model: nn.Module) -> None:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    ids = torch.arange(1, TOKENS + 1, device=device)[None] % _vocabulary(model)
+    ids = torch.arange(1, 3 * TOKENS, 3, device=device)[None] % _vocabulary(
+        model
+    )  # not to be taken for positions
     accepted = inspect.signature(model.forward).parameters
     if "input_ids" not in accepted:
         model(ids)
@@ -149,9 +153,17 @@ def _leaves(tensors: Sequence[tuple[str, Tensor]], named: Mapping[int, str]) -> 
             is_float=tensor.is_floating_point(),
             shape=tuple(tensor.shape),
             dims=token_dims(tensor.shape),
+            offset=_offset(tensor),
         )
         for name, tensor in tensors
     )
+
+
+def _offset(tensor: Tensor) -> int | None:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.numel() != TOKENS:
+        return None
+    added = tensor.reshape(-1).long() - torch.arange(TOKENS, device=tensor.device)
+    return int(added[0]) if bool((added == added[0]).all()) else None
 
 
 def token_dims(shape: Sequence[int]) -> Dims | None:

@@ -269,6 +269,8 @@ class SideExecutor:
             return self._positions(addresses)[None]
         if leaf.dims is None:
             raise MissingRowsError(f"its input {leaf.argument} has no rows")
+        if leaf.offset is not None:
+            return place_rows(self._positions(addresses)[:, None] + leaf.offset, leaf)
         for point in self._places_of(name, leaf.argument, part):
             sources = self.captured.by_call(point)
             if sources:

@@ -28,7 +28,7 @@ from trainfer.check.replay.trials_linear import (
     scaled_attempts,
 )
 from trainfer.check.replay.trials_norm import norm_attempts
-from trainfer.check.replay.trials_rope import rope_attempts
+from trainfer.check.replay.trials_rope import learned_attempts, rope_attempts
 from trainfer.check.replay.trials_rounding import LOW_DTYPES, CastOrder, cast_order
 from trainfer.check.replay.trials_scores import attention_attempts
 from trainfer.check.replay.trials_sites import Attempt, Outcome, Site, errors, relative, weigh
@@ -200,6 +200,8 @@ class Search:
                 yield from norm_attempts(site)
             case "rotary":
                 yield from rope_attempts(site)
+            case "embedding":
+                yield from learned_attempts(site)
             case "attention":
                 facts = attention_facts(self.bench, site)
                 if facts is not None:

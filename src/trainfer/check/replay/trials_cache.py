@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainfer.check.replay.hypotheses import Hypothesis, first_bad
 from trainfer.check.replay.trials_attention import Change, Core, causal, run_core
-from trainfer.check.replay.trials_cores import AttentionFacts, attempt
+from trainfer.check.replay.trials_cores import AttentionFacts, Neighbours, attempt
 from trainfer.check.replay.trials_sites import Attempt, Site
 
 
@@ -123,25 +123,46 @@ def seam_attempts(site: Site, facts: AttentionFacts, bad: Sequence[np.ndarray]) 
             key = "position 0" if back is None else f"position {max(shown - back, 0)}"
             words = f"from row {shown} on {key} {text}"
             yield attempt(facts, "kv_cache.seam", changes, words, row=shown)
+    yield from _moved_attempts(facts, firsts, shown)
+
+
+_MAX_STARTS = 64
+"""Slots at which moved entries may begin."""
+
+
+def _moved_attempts(facts: AttentionFacts, firsts: Sequence[int | None], shown: int) -> Iterator[Attempt]:
+    """From a slot to the seam all entries stand one slot aside: a chunk was written to the wrong place.
+
+    Slots are those of the batch entry, the same ones in all sequences, padding in front of a sequence included.
+    """
+    pads = [0 if near is None else len(near.keys_SGK) for near in facts.neighbours]
+    seam = min(pad + first for pad, first in zip(pads, firsts, strict=True) if first is not None)
     for by, text in ((1, "one slot too late"), (-1, "one slot too early")):
-        changes = [
-            Change() if first is None else _moved(core, first, by)
-            for core, first in zip(facts.cores, firsts, strict=True)
-        ]
-        words = f"from row {shown} on the entries before it stand {text}"
-        yield attempt(facts, "kv_cache.seam", changes, words, row=shown, moved=by)
+        for start in range(min(seam, _MAX_STARTS)):
+            changes = [
+                Change() if first is None else _moved(core, near, first, by, start)
+                for core, near, first in zip(facts.cores, facts.neighbours, firsts, strict=True)
+            ]
+            words = f"from row {shown} on the entries of slots {start} to {seam - 1} stand {text}"
+            yield attempt(facts, "kv_cache.seam", changes, words, row=shown, moved=by)
 
 
-def _moved(core: Core, first: int, by: int) -> Change:
-    def moved(t: Tensor) -> Tensor:
-        changed = t.clone()
+def _moved(core: Core, near: Neighbours | None, first: int, by: int, start: int) -> Change:
+    def moved(own: Tensor, before: Tensor | None) -> Tensor:
+        slots = own if before is None else torch.cat([before, own])
+        pad, changed = len(slots) - len(own), slots.clone()
+        stop = pad + first
         if by > 0:
-            changed[1:first] = t[: max(first - 1, 0)]
+            changed[start + 1 : stop] = slots[start : stop - 1]
         else:
-            changed[: max(first - 1, 0)] = t[1:first]
-        return changed
+            changed[start : stop - 1] = slots[start + 1 : stop]
+        return changed[pad:]
 
-    return Change(keys=moved, values=moved, rows=torch.arange(len(core.q_THK)) >= first)
+    return Change(
+        keys=lambda keys: moved(keys, None if near is None else near.keys_SGK),
+        values=lambda values: moved(values, None if near is None else near.values_SGK),
+        rows=torch.arange(len(core.q_THK)) >= first,
+    )
 
 
 def _lost(core: Core, first: int, key: int) -> Change:

@@ -92,8 +92,8 @@ def _agrees(site: Site, core: Core, trace: Trace) -> bool:
 
 def _facts(bench: Bench, site: Site, cores: tuple[Core, ...], rotary: str | None) -> AttentionFacts:
     side = SIDES.index(site.side)
-    key = _point_of(bench, site, side, ("k_norm", "k_proj"))
-    value = _point_of(bench, site, side, ("v_norm", "v_proj"))
+    key = _point_of(bench, site, side, ("k_norm", "k_proj", "c_attn"))
+    value = _point_of(bench, site, side, ("v_norm", "v_proj", "c_attn"))
     traces = site.usable()
     missing, decode, old, near = [], [], [], []
     for trace, core in zip(traces, cores, strict=True):
@@ -147,9 +147,18 @@ def _old(
         values = bench.rows[side].captured(value, tokens, label, version)
         if keys is None or values is None or not bool(keys.known_T[:stop].all()):
             continue
-        k, v = keys.values_TD.reshape(core.k_TGK.shape), values.values_TD.reshape(core.v_TGK.shape)
+        k, v = _key_value(keys.values_TD, values.values_TD, core)
         return k, v, stop
     return None
+
+
+def _key_value(keys_SD: Tensor, values_SD: Tensor, core: Core) -> tuple[Tensor, Tensor]:
+    """By heads; both out of one row where queries, keys and values come from one projection (GPT-2's ``c_attn``)."""
+    shape = (len(keys_SD), *core.k_TGK.shape[1:])
+    width = core.k_TGK[0].numel()
+    if keys_SD.shape[1] == 3 * width:
+        keys_SD, values_SD = keys_SD[:, width : 2 * width], values_SD[:, 2 * width :]
+    return keys_SD.reshape(shape), values_SD.reshape(shape)
 
 
 def _neighbours(
@@ -180,9 +189,8 @@ def _neighbours(
     tensors = [rows.rows(source) for source in sources if source is not None]
     if any(tensor is None for tensor in tensors):
         return None
-    k, v = (
-        t[start:slot].double().reshape(slot - start, *core.k_TGK.shape[1:]) for t in tensors if t is not None
-    )
+    before = [tensor[start:slot].double() for tensor in tensors if tensor is not None]
+    k, v = _key_value(before[0], before[1], core)
     tables = _tables(bench, side, rotary, table, start, slot)
     if rotary is not None:
         if tables is None:

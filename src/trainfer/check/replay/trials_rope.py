@@ -38,6 +38,26 @@ def rope_attempts(site: Site) -> Iterator[Attempt]:
     yield from _scaling(site, frequencies, factor)
 
 
+def learned_attempts(site: Site) -> Iterator[Attempt]:
+    """Rows of a learned position embedding that are those of other positions."""
+    weight = getattr(site.layer, "weight", None)
+    if not isinstance(weight, Tensor) or not site.usable():
+        return
+    predicted: list[Tensor] = []
+    moved: dict[int, int] = {}
+    for trace in site.usable():
+        rows = site.rows(trace)
+        assert rows is not None
+        computed, captured, known = rows
+        table = weight.detach().double()
+        right = torch.cdist(computed, table).argmin(1)
+        found = torch.where(known, torch.cdist(captured, table).argmin(1), right)
+        for offset in (found - right)[known].tolist():
+            moved[offset] = moved.get(offset, 0) + 1
+        predicted.append(table[found])
+    yield from _other_positions(moved, tuple(predicted))
+
+
 def tables(positions_T: Tensor, frequencies_F: Tensor, factor: float) -> Tensor:
     """Cos and sin side by side, ``[T, 2·R]``, angles in float32 as engines compute them."""
     angles = (positions_T.float()[:, None] * frequencies_F.float()).double()
@@ -75,6 +95,11 @@ def _positions(site: Site, frequencies: Tensor, factor: float) -> Iterator[Attem
         for offset, count in zip(*np.unique((found - own)[known.numpy()], return_counts=True), strict=True):
             moved[int(offset)] = moved.get(int(offset), 0) + int(count)
         predicted.append(tables(torch.from_numpy(found), frequencies, factor))
+    yield from _other_positions(moved, tuple(predicted))
+
+
+def _other_positions(moved: dict[int, int], predicted: tuple[Tensor, ...]) -> Iterator[Attempt]:
+    """``moved``: positions off -> rows."""
     offsets = {offset: count for offset, count in moved.items() if offset}
     if not offsets:
         return
@@ -85,7 +110,7 @@ def _positions(site: Site, frequencies: Tensor, factor: float) -> Iterator[Attem
         hypothesis=Hypothesis(
             cause="rope.positions", parameters={"offset": float(common)}, evidence=evidence
         ),
-        predicted=tuple(predicted),
+        predicted=predicted,
     )
 
 

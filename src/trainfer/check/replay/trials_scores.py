@@ -90,6 +90,14 @@ def _mask(facts: AttentionFacts) -> Iterator[Attempt]:
     }
     for text, visible in variants.items():
         yield attempt(facts, "attention.mask", Change(visible=visible), text, seen=text)
+    if any(bool(rows.any()) for rows in facts.decode):
+        text = "every row of the prefill sees the whole prompt: no causal mask; decode is right"
+        changes = [Change(visible=_whole_prompt(int((~rows).sum()), window)) for rows in facts.decode]
+        yield attempt(facts, "attention.mask", changes, text, seen=text)
+
+
+def _whole_prompt(length: int, window: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda rows, keys: torch.where(rows < length, keys < length, causal(rows, keys, window))
 
 
 def _fit(
