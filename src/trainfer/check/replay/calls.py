@@ -51,6 +51,12 @@ class Leaf:
         return size
 
 
+    @property
+    def has_rows_alone(self) -> bool:
+        """Its width does not grow with the tokens, as that of attention weights does."""
+        return self.dims is not None and self.shape.count(TOKENS) == 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallTemplate:
     """One module's call."""

@@ -28,7 +28,7 @@ from trainfer.check.replay.rows import Addresses, MissingRowsError, SideRows
 from trainfer.check.replay.wide import Wide
 
 OUTPUT = "output"
-"""The place that a module's own result is."""
+"""The place that a module's own result is; ``output 1`` is another tensor beside it."""
 MAX_SCORES = 1 << 28
 """Attention scores (heads times tokens squared) that are held at once."""
 
@@ -317,12 +317,16 @@ class SideExecutor:
 def _places(
     template: CallTemplate, output: object, stubs: Mapping[str, Stub], count: int
 ) -> dict[str, Tensor]:
-    dims = {leaf.name: leaf.dims for leaf in template.outputs}
+    leaves = {leaf.name: leaf for leaf in template.outputs}
     found: dict[str, Tensor] = {}
     for name, tensor in tensor_leaves(output, "0", []):
-        if tensor.is_floating_point() and dims.get(name) is not None:
-            found[OUTPUT] = rows_first(tensor, dims[name] or ())
-            break
+        leaf = leaves.get(name)
+        if leaf is None or leaf.dims is None or not tensor.is_floating_point():
+            continue
+        if OUTPUT not in found:
+            found[OUTPUT] = rows_first(tensor, leaf.dims)
+        elif leaf.has_rows_alone:
+            found[f"{OUTPUT} {name}"] = rows_first(tensor, leaf.dims)
     for part, stub in stubs.items():
         if stub.taken and len(stub.taken[0]) == count:
             found[part] = stub.taken[0]

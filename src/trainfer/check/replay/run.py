@@ -265,7 +265,7 @@ class Replayer:
         """Captured values of one place beside its replay; None where a side did not capture it."""
         outputs: list[Tensor] = []
         for executor, rows in zip(self.executors, parts, strict=True):
-            where = point if key == OUTPUT else self._input_of(key)
+            where = self._where(key, point)
             sources = executor.captured.by_call(where)
             if not sources:
                 return None
@@ -274,6 +274,13 @@ class Replayer:
         if any(a.shape != b[key].shape for a, b in zip(outputs, exact, strict=True)):
             return None
         return Terms(outputs=(outputs[0], outputs[1]), exact=(exact[0][key].double(), exact[1][key].double()))
+
+    def _where(self, key: str, result: Point) -> Point:
+        """The point of a place of the module that gives ``result``."""
+        if key == OUTPUT:
+            return result
+        number = key.removeprefix(f"{OUTPUT} ")
+        return place(result.module, "output", number) if number != key else self._input_of(key)
 
     def _input_of(self, part: str) -> Point:
         leaves = part_names(self.reference.calls[part].inputs, "input")
@@ -316,10 +323,10 @@ class Replayer:
     def _floor(
         self, name: str, key: str, side: int, measured: tuple[float, tuple[str, ...]], rows: Addresses
     ) -> NoiseFloor:
-        where = self._point(name) if key == OUTPUT else self._input_of(key)
+        where = self._where(key, self._point(name))
         record = self.executors[side].captured.sources(where)[0].first
         template, operator = self.reference.calls[name], self.reference.operators[name]
-        leaves = template.outputs if key == OUTPUT else self.reference.calls[key].inputs
+        leaves = template.outputs if where.direction == "output" else self.reference.calls[key].inputs
         width = next((leaf.width for leaf in leaves if leaf.is_float), 1)
         width_in = next((leaf.width for leaf in template.inputs if leaf.is_float), 1)
         module = self.reference.modules[name]
@@ -360,7 +367,7 @@ class Replayer:
                     leaf=not any(
                         other.startswith(f"{name}." if name else "") and other != name for other in replayed
                     ),
-                    place=OUTPUT if item.place == OUTPUT else f"input of {item.place}",
+                    place=item.place if item.place.startswith(OUTPUT) else f"input of {item.place}",
                 )
             )
         return max(made, key=lambda m: (max(m.factors), m.place == OUTPUT))

@@ -167,9 +167,11 @@ class Bench:
             place for place, item in seen.items() if item.owner == module and item.captured_TD is not None
         ]
         own = (module, "output", "output")
-        if own in owned and all(place[0] == module for place in owned):
-            return (own,)
-        return (max(owned, key=lambda place: _worst(traces, place)),) if owned else ()
+        worst = max(owned, key=lambda place: _worst(traces, place), default=None)
+        if worst is None:
+            return ()
+        is_leaf = own in owned and all(place[0] == module for place in owned)
+        return (own if is_leaf and 2 * _worst(traces, own) >= _worst(traces, worst) else worst,)
 
     def logprobs(self, label: int, grafts: Iterable[Graft]) -> Tensor:
         """Log-probs of the response tokens under the model with errors added, float64 ``[response]``."""
