@@ -13,6 +13,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from trainfer.faults.generators import Generator
     from trainfer.faults.records import Scores
     from trainfer.faults.tally import Line
 
@@ -24,6 +25,13 @@ _FILE_WIDTH = 110
 @click.command("faults")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Cases per fault.")
 @click.option("--only", default=None, help="A family, a cause, a fault's name, or 'controls'.")
+@click.option(
+    "--generator",
+    type=click.Choice(["first", "second", "both"]),
+    default="first",
+    show_default=True,
+    help="Whose faults and controls; the second was written without sight of the rules.",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -43,6 +51,7 @@ def command(
     *,
     seeds: int,
     only: str | None,
+    generator: str,
     out: Path | None,
     workers: int | None,
     as_json: bool,
@@ -53,12 +62,14 @@ def command(
     from rich.console import Console
 
     from trainfer.faults import show
+    from trainfer.faults.generators import Generator
     from trainfer.faults.tally import tally
 
+    whose = Generator(generator)
     if list_only:
-        click.echo(show.fault_list(), nl=False)
+        click.echo(show.fault_list(whose), nl=False)
         return 0
-    scores = _run(seeds, only, out, workers or _default_workers(seeds), Console(stderr=True))
+    scores = _run(seeds, only, whose, out, workers or _default_workers(seeds), Console(stderr=True))
     result = tally(scores)
     if as_json:
         click.echo(show.as_json(scores))
@@ -75,7 +86,9 @@ def _default_workers(seeds: int) -> int:
     return max(1, min(cores, 4, seeds))
 
 
-def _run(seeds: int, only: str | None, out: Path | None, workers: int, console: "Console") -> "Scores":
+def _run(
+    seeds: int, only: str | None, generator: "Generator", out: Path | None, workers: int, console: "Console"
+) -> "Scores":
     """Run the suite with a progress bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -89,7 +102,7 @@ def _run(seeds: int, only: str | None, out: Path | None, workers: int, console: 
         def show(done: int, total: int, text: str) -> None:
             bar.update(task, completed=done, total=total, description=text)
 
-        return run_suite(seeds, only=only, out=out, workers=workers, progress=show)
+        return run_suite(seeds, only=only, generator=generator, out=out, workers=workers, progress=show)
 
 
 def _print(scores: "Scores", console: "Console") -> None:

@@ -42,17 +42,17 @@ EMULATED: Mapping[str, str] = {
 """Cause id -> what stands for the real thing on a CPU. Every id of the design has a fault."""
 
 
-def chosen_faults(only: str | None) -> list[Fault]:
+def chosen_faults(only: str | None, faults: Mapping[str, Fault] = FAULTS) -> list[Fault]:
     """Faults by family (``rope``), cause (``rope.dtype``) or name; all for None.
 
     Raises:
         ConfigError: nothing bears that name.
     """
     if only is None:
-        return list(FAULTS.values())
-    found = [fault for fault in FAULTS.values() if only in (fault.name, fault.cause, family(fault.cause))]
+        return list(faults.values())
+    found = [fault for fault in faults.values() if only in (fault.name, fault.cause, family(fault.cause))]
     if not found:
-        causes = sorted({fault.cause for fault in FAULTS.values()})
+        causes = sorted({fault.cause for fault in faults.values()})
         raise ConfigError(f"--only {only}: no fault of the suite; one of {', '.join(causes)}")
     return found
 

@@ -172,3 +172,5 @@ class Scores:
     seconds: float
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Cause id -> why it cannot be made on a CPU."""
+    generator: str = "first"
+    """Whose faults and controls."""

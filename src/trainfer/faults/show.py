@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from trainfer.faults.catalogue import EMULATED, FAULTS
-from trainfer.faults.controls import CONTROLS
+from trainfer.faults.catalogue import EMULATED
+from trainfer.faults.generators import Generator, controls_of, faults_of
 from trainfer.faults.records import Outcome, Scores
 from trainfer.faults.suite import failures
 from trainfer.faults.tally import Line, Share, Tally, tally
@@ -101,7 +101,7 @@ def _failing(scores: Scores) -> list[str]:
 
 def _controls(scores: Scores) -> list[str]:
     rows = ["| control | what differs | seeds | alarms |", "|---|---|---|---|"]
-    for control in CONTROLS:
+    for control in controls_of(Generator.BOTH):
         own = [item for item in scores.controls if item.name == control.name]
         if own:
             alarms = "; ".join(f"seed {item.seed}: {item.alarm}" for item in own if item.alarm)
@@ -109,15 +109,22 @@ def _controls(scores: Scores) -> list[str]:
     return rows
 
 
-def fault_list() -> str:
+def fault_list(generator: Generator = Generator.FIRST) -> str:
     """Every fault with what it changes, as a Markdown table."""
     rows = ["| fault | what is changed | sides | sizes |", "|---|---|---|---|"]
-    for fault in FAULTS.values():
+    for fault in faults_of(generator).values():
         sizes = ", ".join(f"{size:g}" for size in sorted(fault.magnitudes, reverse=True)) or "–"
         rows.append(f"| `{fault.name}` | {fault.summary} | {', '.join(fault.sides)} | {sizes} |")
+    if generator is Generator.SECOND:
+        return "\n".join([*rows, *_control_list(generator)]) + "\n"
     rows += ["", "| cause | what stands for it on a CPU |", "|---|---|"]
     rows += [f"| `{cause}` | {text} |" for cause, text in EMULATED.items()]
     return "\n".join(rows) + "\n"
+
+
+def _control_list(generator: Generator) -> list[str]:
+    rows = (f"| {control.name} | {control.summary} |" for control in controls_of(generator))
+    return ["", "| control | what differs |", "|---|---|", *rows]
 
 
 def as_json(scores: Scores) -> str:
@@ -125,6 +132,7 @@ def as_json(scores: Scores) -> str:
     result = tally(scores)
     data = {
         "schema": "trainfer.faults/1",
+        "generator": scores.generator,
         "seeds": scores.seeds,
         "seconds": scores.seconds,
         "ok": not result.missed,

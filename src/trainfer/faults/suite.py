@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from trainfer.faults.answer import alarm_of, read_answer, score_case
-from trainfer.faults.catalogue import FAULTS, chosen_faults, layout_of, make_case
-from trainfer.faults.controls import CONTROLS
+from trainfer.faults.catalogue import chosen_faults, layout_of, make_case
 from trainfer.faults.fault import Control, Fault
+from trainfer.faults.generators import Generator, controls_of, faults_of
 from trainfer.faults.models import DTYPES
 from trainfer.faults.pair import make_pair
 from trainfer.faults.records import Case, ControlOutcome, Expected, Outcome, Scores
@@ -44,19 +44,21 @@ class Job:
         """Run it in a temporary folder."""
         with tempfile.TemporaryDirectory(prefix="trainfer-faults-") as scratch:
             if self.is_control:
-                control = next(control for control in CONTROLS if control.name == self.name)
+                control = next(item for item in controls_of(Generator.BOTH) if item.name == self.name)
                 return run_control(control, self.seed, Path(scratch) / "control", keep=keep)
-            return run_case(FAULTS[self.name], self.seed, Path(scratch) / "case", keep=keep)
+            return run_case(
+                faults_of(Generator.BOTH)[self.name], self.seed, Path(scratch) / "case", keep=keep
+            )
 
 
-def plan_jobs(seeds: int, only: str | None) -> list[Job]:
+def plan_jobs(seeds: int, only: str | None, generator: Generator = Generator.FIRST) -> list[Job]:
     """All cases and controls, seed by seed.
 
     Raises:
         ConfigError: ``only`` names nothing.
     """
-    faults = [] if only == "controls" else chosen_faults(only)
-    controls = CONTROLS if only in (None, "controls") else ()
+    faults = [] if only == "controls" else chosen_faults(only, faults_of(generator))
+    controls = controls_of(generator) if only in (None, "controls") else ()
     return [
         job
         for seed in range(seeds)
@@ -71,6 +73,7 @@ def run_suite(
     seeds: int,
     *,
     only: str | None = None,
+    generator: Generator = Generator.FIRST,
     out: Path | None = None,
     workers: int = 1,
     progress: Progress = lambda *_: None,
@@ -80,6 +83,7 @@ def run_suite(
     Args:
         seeds: Seeds 0 to seeds − 1.
         only: A family, a cause, a fault's name, or ``controls``.
+        generator: Whose faults and controls.
         out: Keep dumps and reports of failures here.
         workers: Processes; 1 is this one. Results do not depend on it.
         progress: Told as cases end.
@@ -88,7 +92,7 @@ def run_suite(
         ConfigError: ``only`` names nothing.
     """
     started = time.perf_counter()
-    jobs = plan_jobs(seeds, only)
+    jobs = plan_jobs(seeds, only, generator)
     progress(0, len(jobs), "")
     done: list[Outcome | ControlOutcome] = []
     with ExitStack() as stack:
@@ -107,6 +111,7 @@ def run_suite(
         controls=tuple(item for item in done if isinstance(item, ControlOutcome)),
         seeds=seeds,
         seconds=time.perf_counter() - started,
+        generator=generator,
     )
 
 
