@@ -11,7 +11,7 @@ export RAY_AUTH_MODE ?= disabled
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-msprobe setup-verl setup-verl061 demo test test-slow test-vllm test-msprobe test-verl test-verl061 check fix bench docs gpu clean
+.PHONY: help setup setup-vllm setup-msprobe setup-trl setup-verl setup-verl061 demo test test-slow test-vllm test-msprobe test-trl test-verl test-verl061 check fix bench docs gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,19 @@ setup-msprobe: .venv-msprobe/bin/msprobe  ## msProbe in an environment of its ow
 
 test-msprobe: $(READY) .venv-msprobe/bin/msprobe  ## the tests that need msProbe
 	$(BIN)/python -m pytest -m msprobe
+
+TRL_READY := .venv-trl/.ready
+
+$(TRL_READY): $(READY) pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	test -x .venv-trl/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv-trl
+	$(BIN)/uv pip install --quiet --python .venv-trl/bin/python torch==2.13.0 trl==1.16.0 -e .
+	@touch $@
+
+setup-trl: $(TRL_READY)  ## TRL in an environment of its own, for the tests that run its GRPOTrainer
+
+test-trl: $(TRL_READY)  ## the tests that run TRL's GRPOTrainer (two minutes)
+	$(BIN)/python -m pytest -m trl tests/trl
 
 VERL_READY := .venv-verl091/.ready
 
