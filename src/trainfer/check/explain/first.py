@@ -28,17 +28,20 @@ def first_divergence(comparison: Comparison, replay: Replay | None = None) -> Fi
             found = _in_replay(replay) if stage.name == "modules" and replay is not None else None
             if found is None or replay is None:
                 return _IN_STAGE[stage.name](comparison)
-            return _part_of(found, replay, comparison) or found
+            return _not_replayed(found, replay, comparison) or found
     return None
 
 
-def _part_of(found: FirstDivergence, replay: Replay, comparison: Comparison) -> FirstDivergence | None:
-    """A part of the module found that could not be replayed itself, and is off by itself where the two sides meet."""
+def _not_replayed(found: FirstDivergence, replay: Replay, comparison: Comparison) -> FirstDivergence | None:
+    """A module that no replay reached and that is off by itself where the two sides meet: a part of the one found, or before it."""
     direct = _in_modules(comparison)
     replayed = {item.module for item in replay.modules}
     if direct.module is None or found.module is None or direct.module in replayed:
         return None
-    return direct if direct.module.startswith(f"{found.module}.") else None
+    last = len(replay.order)
+    is_part = direct.module.startswith(f"{found.module}.")
+    is_before = replay.order.get(direct.module, last) < replay.order.get(found.module, last)
+    return direct if is_part or is_before else None
 
 
 def _in_replay(replay: Replay) -> FirstDivergence | None:

@@ -50,7 +50,6 @@ class Leaf:
             size *= 1 if self.dims is not None and dim in self.dims else length
         return size
 
-
     @property
     def has_rows_alone(self) -> bool:
         """Its width does not grow with the tokens, as that of attention weights does."""

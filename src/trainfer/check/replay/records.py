@@ -108,3 +108,5 @@ class Replay:
     """In the order in which they were made; a confirmed one stays undone for those after it."""
     remaining: float | None = None
     """Mean |Δ log p| left when all confirmed causes are undone."""
+    order: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Every module whose result was captured, also those that were not replayed -> its place in the execution."""

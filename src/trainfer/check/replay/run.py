@@ -95,7 +95,8 @@ class Replayer:
         """Module by module, in execution order."""
         found: list[tuple[str, list[Measured]]] = []
         reasons: dict[str, str] = {}
-        for name in self._order():
+        order = {name: number for number, name in enumerate(self._order())}
+        for name in order:
             try:
                 found.append((name, list(self._module(name))))
             except (MissingRowsError, DamagedRecordError) as error:
@@ -105,11 +106,9 @@ class Replayer:
         replayed = {name for name, _ in found}
         widest = widest_of([item for _, places in found for item in places])
         modules = tuple(
-            self._record(name, places, number, replayed, widest)
-            for number, (name, places) in enumerate(found)
-            if places
+            self._record(name, places, order[name], replayed, widest) for name, places in found if places
         )
-        return Replay(modules=modules, not_replayed=reasons)
+        return Replay(modules=modules, not_replayed=reasons, order=order)
 
     def _order(self) -> list[str]:
         """Modules with a captured result, by the time of their result on the train side."""

@@ -18,7 +18,14 @@ from torch import nn
 from trainfer.check.compare.joined import JoinedSides
 from trainfer.check.replay.records import ModuleReplay, Replay, Trial
 from trainfer.check.replay.trials_bench import SIDES, Bench, Graft
-from trainfer.check.replay.trials_grafts import adapter_of, behind_a_cache, graft_of, graft_to, tokens_of
+from trainfer.check.replay.trials_grafts import (
+    adapter_of,
+    behind_a_cache,
+    graft_of,
+    graft_to,
+    supplied_prefix,
+    tokens_of,
+)
 from trainfer.check.replay.trials_layers import attention_facts
 from trainfer.check.replay.trials_linear import (
     adapter_attempts,
@@ -74,11 +81,44 @@ def find_causes(joined: JoinedSides, model: nn.Module, replay: Replay) -> Replay
     """
     suspects = suspects_of(replay)
     norms = low_norms(replay)
-    if not (suspects or norms) or not joined.tokens.sequences[0]:
+    if not (suspects or norms or replay.not_replayed) or not joined.tokens.sequences[0]:
         return replay
-    search = Search(Bench(joined, model), suspects)
+    bench = Bench(joined, model)
+    suspects = sorted([*suspects, *behind_caches(replay, bench)], key=lambda item: replay.order[item.module])
+    if not (suspects or norms):
+        return replay
+    search = Search(bench, suspects)
     trials = [*search.run(), *search.run_norms(norms)]
     return replace(replay, trials=tuple(trials), remaining=search.remaining)
+
+
+def behind_caches(replay: Replay, bench: Bench) -> list[Suspect]:
+    """Attention that no replay reached because a cache supplied keys, and that is off where those are computed anew."""
+    floors = {
+        floor.dtype: max(other.value for item in replay.modules for other in item.floors if other.dtype == floor.dtype)
+        for module in replay.modules
+        for floor in module.floors
+    }  # fmt: skip
+    found: list[Suspect] = []
+    for name in replay.not_replayed:
+        if name not in bench.modules or bench.kind(name) != "attention":
+            continue
+        for side in (0, 1):
+            site = bench.site(name, side, 0.0)
+            if site is None or not site.usable() or site.dtype not in floors:
+                continue
+            facts = attention_facts(bench, site)
+            if facts is None or not any(supplied_prefix(missing) for missing in facts.missing):
+                continue
+            floor = _COMPUTED_ANEW * floors[site.dtype]
+            factor = float(errors(site).max(initial=0.0)) / floor
+            if factor > 1:
+                found.append(Suspect(module=name, side=side, floor=floor, factor=factor))
+    return found
+
+
+_COMPUTED_ANEW = 4.0
+"""Times the largest floor: keys that the side computed in its own dtype, layer upon layer, are computed in float64 here."""
 
 
 def low_norms(replay: Replay) -> list[ModuleReplay]:

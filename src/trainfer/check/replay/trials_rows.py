@@ -65,7 +65,7 @@ class SideRows:
         """
         self.side, self.sources, self.raw = side, sources, raw
         self._places: dict[Digest, list[tuple[TableId, int, int]]] = {}
-        self._held: dict[tuple[TableId, int], Tensor | None] = {}
+        self._held: dict[tuple[object, ...], Tensor | None] = {}
         self._found: dict[tuple[int, int, tuple[int, ...]], list[list[tuple[TableId, int]]]] = {}
         for table_id, table in raw.slots.items():
             version = versions.get(raw.versions[table_id], -2 - raw.versions[table_id])
@@ -120,7 +120,8 @@ class SideRows:
 
     def rows(self, source: Source) -> Tensor | None:
         """All slots of one source; None where they cannot be read."""
-        key = ((source.rank, source.table), source.first.id)
+        # Queries, keys and values of a fused projection are columns of one record.
+        key = (source.rank, source.table, tuple(r.id for r in source.records), source.ranks, source.columns)
         if key not in self._held:
             while len(self._held) >= _HELD_SOURCES:
                 self._held.pop(next(iter(self._held)))
