@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainfer.check.dump.native import library_path
 from trainfer.check.dump.records import QUANTILES
 from trainfer.check.probe import fused
 from trainfer.check.probe.statistics import SAMPLE, StatisticsTaker
@@ -101,7 +102,7 @@ def test_a_library_that_others_can_write_is_not_loaded(tmp_path: Path, monkeypat
     fused.load.cache_clear()
     try:
         assert fused.load() is not None
-        fused.library_path().chmod(0o777)
+        library_path("statistics", fused.SOURCE).chmod(0o777)
         fused.load.cache_clear()
         assert fused.load() is None
     finally:
