@@ -25,8 +25,8 @@ def scores(*, right: bool) -> Scores:
 def asked(monkeypatch) -> list:
     calls: list = []
 
-    def run_suite(seeds, *, only, out, workers, progress):
-        calls.append((seeds, only, out, workers))
+    def run_suite(seeds, *, only, generator, out, workers, progress):
+        calls.append((seeds, only, generator, out, workers))
         progress(1, 2, "norm.eps/one, seed 0")
         return scores(right=only != "rope")
 
@@ -36,7 +36,7 @@ def asked(monkeypatch) -> list:
 
 def test_a_good_score_ends_with_zero(asked, capsys):
     assert main(["faults", "--seeds", "3", "--workers", "1"]) == 0
-    assert asked == [(3, None, None, 1)]
+    assert asked == [(3, None, "first", None, 1)]
     shown = capsys.readouterr().out
     assert "norm.eps" in shown
     assert (
@@ -67,6 +67,16 @@ def test_the_list_runs_nothing(asked, capsys):
     assert main(["faults", "--list"]) == 0
     assert not asked
     assert "| `kv_cache.seam/lost` |" in capsys.readouterr().out
+
+
+def test_the_second_generator_has_its_own_list_and_run(asked, capsys):
+    assert main(["faults", "--generator", "second", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert "| `kv_cache.seam/block_table` |" in shown
+    assert "| S6 cut vocabulary |" in shown
+    assert "kv_cache.seam/lost" not in shown
+    assert main(["faults", "--generator", "second", "--workers", "1"]) == 0
+    assert asked == [(1, None, "second", None, 1)]
 
 
 def test_an_unknown_choice_is_one_message_and_exit_two(capsys):
