@@ -2,8 +2,8 @@
 
 Takes what the comparison judged by its coarse tolerances and a replay; gives it judged again. A module that introduces
 more than its floor on either side is diverged; one that does not is within rounding as long as no module before it
-diverged, however far its inherited rounding has grown; behind such a module, and where nothing was replayed, the first
-judgement stands.
+diverged, however far its inherited rounding has grown; behind such a module, and where not all rows were replayed (their
+weights are not the model's), the first judgement stands.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,17 @@ def judge_again(judged: Judged, replay: Replay) -> Judged:
     """The same points and modules, with the replay's numbers where there are some."""
     by_module = {module.module: module for module in replay.modules}
     first = min((m.order for m in replay.modules if is_beyond(m)), default=None)
-    modules = tuple(_module(module, by_module.get(module.module), first) for module in judged.modules)
+    partly = {
+        result.point.module
+        for result in judged.points
+        if _is_result(result)
+        and result.point.module in by_module
+        and len(result.errors) > len(by_module[result.point.module].introduced_rollout)
+    }
+    modules = tuple(
+        _module(module, by_module.get(module.module), first, partly=module.module in partly)
+        for module in judged.modules
+    )
     statuses = {module.module: module for module in modules}
     points: list[PointResult] = []
     introduced: dict[int, NDArray[np.bool_]] = {}
@@ -33,6 +43,11 @@ def judge_again(judged: Judged, replay: Replay) -> Judged:
                 introduced[place] = judged.introduced[place]
             continue
         module = statuses[module_label(result)]
+        if result.point.module in partly and not is_beyond(found):
+            points.append(result)
+            if place in judged.introduced:
+                introduced[place] = judged.introduced[place]
+            continue
         points.append(replace(result, status=_point_status(result, module), tolerance=module.tolerance))
         if points[-1].status is Status.DIVERGED:
             introduced[place] = _rows(found, len(result.errors))
@@ -55,7 +70,11 @@ def _is_result(result: PointResult) -> bool:
     )
 
 
-def _module(module: ModuleResult, found: ModuleReplay | None, first: int | None) -> ModuleResult:
+def _module(
+    module: ModuleResult, found: ModuleReplay | None, first: int | None, *, partly: bool
+) -> ModuleResult:
+    if partly and found is not None and not is_beyond(found):
+        found = None
     if found is None or module.status in (Status.UNMATCHED, Status.UNREADABLE):
         return module
     notes = module.notes

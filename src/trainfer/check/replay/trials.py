@@ -300,6 +300,12 @@ class Search:
         if site.kind == "router" or self.bench.has_router(site.module):
             text = "a router, or what it chose, differs by itself: experts or their weights are not the reference's"
             return "moe.routing", (text,)
+        rates = {name: value for name, value in site.attributes.items() if _is_dropout(name, value)}
+        if site.training and rates:
+            name, rate = next(iter(rates.items()))
+            return "mode.dropout", (
+                f"it runs in training mode with {name}={rate}, and no other assumption holds",
+            )
         if site.kind == "attention":
             facts = attention_facts(self.bench, site)
             stale = None if facts is None else behind_a_cache(site, facts)
@@ -346,3 +352,7 @@ class Search:
     def _mean(values: NDArray[np.float64]) -> float | None:
         usable = values[np.isfinite(values)]
         return float(np.mean(np.abs(usable))) if len(usable) else None
+
+
+def _is_dropout(name: str, value: object) -> bool:
+    return "drop" in name and isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -86,6 +86,7 @@ def _other_weight(site: Site, weight: Tensor, bias: Tensor | None) -> Iterator[A
         errors.append(rows[1] - rows[0])
         knowns.append(rows[2])
     x, error, known = torch.cat(xs), torch.cat(errors), torch.cat(knowns)
+    known = known & torch.isfinite(x).all(-1) & torch.isfinite(error).all(-1)
     use = known & (torch.arange(len(x)) % 8 != 0)
     rank = _rank(error[known])
     if int(use.sum()) > x.shape[1]:

@@ -92,7 +92,8 @@ def _mask(facts: AttentionFacts) -> Iterator[Attempt]:
         yield attempt(facts, "attention.mask", Change(visible=visible), text, seen=text)
     if any(bool(rows.any()) for rows in facts.decode):
         text = "every row of the prefill sees the whole prompt: no causal mask; decode is right"
-        changes = [Change(visible=_whole_prompt(int((~rows).sum()), window)) for rows in facts.decode]
+        prompts = [int((~rows).int().cumprod(0).sum()) for rows in facts.decode]
+        changes = [Change(visible=_whole_prompt(length, window)) for length in prompts]
         yield attempt(facts, "attention.mask", changes, text, seen=text)
 
 

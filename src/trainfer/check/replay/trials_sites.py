@@ -119,6 +119,8 @@ def errors(site: Site, predicted: Sequence[Tensor] | None = None) -> NDArray[np.
 
 _MARGIN = 1.5
 """Times the floor: what a reproduced row may be off, the floor being a measured maximum of its own sample."""
+_FITTED, _MOST_OF_IT = 8.0, 0.01
+"""Times the floor, where all but this share of the error is gone: a fitted number is known to rounding only."""
 _MOST = 0.75
 """Of the rows that were off: so many come out exactly where the assumption puts values on a grid."""
 _LITTLE = 0.1
@@ -133,7 +135,8 @@ def weigh(site: Site, attempt: Attempt) -> Outcome:
     first, last = _rms(before[concerned]), _rms(after[concerned])
     worst = float(after.max(initial=0.0))
     allowed = _MARGIN * site.floor
-    within = bool((worst <= allowed or last <= 1e-6 * first) and last < 0.5 * first)
+    fitted = worst <= _FITTED * site.floor and last <= _MOST_OF_IT * first
+    within = bool((worst <= allowed or fitted or last <= 1e-6 * first) and last < 0.5 * first)
     if attempt.hypothesis.grid and not within:
         off = before > allowed
         come = float(np.mean(after[off] <= allowed)) if off.any() else 0.0
