@@ -5,7 +5,7 @@ backward of a Qwen3-shaped model with 8,393,472 parameters on 2 x 256 tokens. Ca
 that are not captured; the figures are CPU seconds, the ratio of the medians. What a step dumped is deleted after it,
 on both sides, so that neither pays for a growing page cache. On a busy machine look at the best steps too (``best``).
 ``--parts`` takes statistics L0 apart instead: hooks that deliver to nobody, records without numbers, all of it with
-NumPy's reductions and with the compiled one; turn by turn in one process.
+NumPy's reductions and with the compiled one; turn by turn in one process of its own.
 
     python benchmarks/capture.py [--peer /path/to/msprobe/python] [--steps 6] [--json FILE]
     python benchmarks/capture.py --parts [--steps 6]
@@ -111,7 +111,7 @@ def run_ours(task: str, level: str, steps: int, folder: Path) -> dict[str, float
     return summarise(pairs[1:], nbytes[1:], base_mb)
 
 
-def run_parts(steps: int, folder: Path) -> dict[str, list[float]]:
+def run_parts(task: str, level: str, steps: int, folder: Path) -> dict[str, list[float]]:
     """CPU seconds of steps that are captured by more and more of the probe."""
     import trainfer
     from trainfer.check.probe import fused
@@ -132,9 +132,7 @@ def run_parts(steps: int, folder: Path) -> dict[str, list[float]]:
     for _ in range(steps + 1):
         seconds["no capture"].append(cpu_of(lambda: one_step(model, ids))[0])
         for part, (TensorSink.record, StatisticsTaker.take, fused.load) in parts.items():
-            context = trainfer.capture(
-                model, folder, side="train", task="statistics", level="L0", backward=True
-            )
+            context = trainfer.capture(model, folder, side="train", task=task, level=level, backward=True)
             context.__enter__()
 
             def captured(context=context) -> None:
@@ -170,7 +168,11 @@ def run_peer(task: str, level: str, steps: int, folder: Path) -> dict[str, float
     return summarise(pairs[1:], nbytes[1:], base_mb)
 
 
-def child(python: str, who: str, task: str, level: str, steps: int) -> dict[str, float]:
+CHILDREN = {"trainfer": run_ours, "parts": run_parts, "msprobe": run_peer}
+
+
+def child(python: str, who: str, task: str, level: str, steps: int) -> dict:
+    """Run one side by itself, with one thread: BLAS threads that wait for work would be counted as its CPU seconds."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     with tempfile.TemporaryDirectory() as folder:
         command = [python, __file__, "--child", who, task, level, str(steps), folder]
@@ -194,18 +196,17 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="what each part of statistics L0 costs")
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.child:
+        who, task, level, steps, folder = arguments.child
+        run = CHILDREN[who]
+        print(json.dumps(run(task, level, int(steps), Path(folder) / "dump")))
+        return
     if arguments.parts:
-        with tempfile.TemporaryDirectory() as folder:
-            parts = run_parts(arguments.steps, Path(folder) / "dump")
+        parts = child(sys.executable, "parts", "statistics", "L0", arguments.steps)
         base = parts["no capture"]
         for part, seconds in parts.items():
             median = statistics.median(seconds) / statistics.median(base)
             print(f"{part:24} {median:6.3f} x, best steps {min(seconds) / min(base):6.3f} x")
-        return
-    if arguments.child:
-        who, task, level, steps, folder = arguments.child
-        run = run_ours if who == "trainfer" else run_peer
-        print(json.dumps(run(task, level, int(steps), Path(folder) / "dump")))
         return
     rows = []
     print(

@@ -254,9 +254,11 @@ class Capture:
 
     def _why_empty(self, session: _Session) -> str | None:
         fired, count = session.hooks.fired, session.num_modules
+        if session.hooks.inner_fired and len(fired) == count:
+            return None
         is_compiled = any(_is_compiled(module) for module in self._model.modules())
         if session.hooks.inner_fired:
-            if is_compiled and len(fired) < count:
+            if is_compiled:
                 session.sink.incomplete(
                     f"{count - len(fired)} of {count} modules never fired, and parts of the model are compiled: "
                     "what happens inside them is not in the dump"
@@ -333,7 +335,8 @@ def _parameters(model: nn.Module, chosen: set[str]) -> dict[str, tuple[str, str,
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return "_orig_mod" in dict(module.named_children()) or vars(module).get("_compiled_call_impl") is not None
+    attributes = vars(module)
+    return "_orig_mod" in attributes["_modules"] or attributes.get("_compiled_call_impl") is not None
 
 
 def _rank_and_size() -> tuple[int, int]:

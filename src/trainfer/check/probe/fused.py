@@ -16,57 +16,68 @@ SAMPLE = 256
 
 SOURCE = """
 #include <stdint.h>
-#define HALF 1024
+#include <string.h>
+#define LANES 32
+#define BLOCK 2048
 
-/* Two streams, so that two chains of additions run side by side. float32 within 2 * HALF elements, double beyond. */
+/* Sums of each lane are float32 within a block, double beyond. One stream and an early prefetch: from memory that is twice
+   as fast as two streams side by side. It asks for no place in the caches: nobody reads these values soon again. */
 static int64_t reduce(const float *x, int64_t n, double *out) {
-    float lo = x[0], hi = x[0];
+    float lows[LANES], highs[LANES], low = x[0], high = x[0];
     double sum = 0, squares = 0;
     int64_t zeros = 0, start = 0;
-    for (; start + 2 * HALF <= n; start += 2 * HALF) {
-        const float *a = x + start, *b = a + HALF;
-        float la = lo, lb = lo, ha = hi, hb = hi, sa = 0, sb = 0, qa = 0, qb = 0;
-        int32_t za = 0, zb = 0;
-        for (int i = 0; i < HALF; i++) {
-            const float v = a[i], w = b[i];
-            la = v < la ? v : la; lb = w < lb ? w : lb;
-            ha = v > ha ? v : ha; hb = w > hb ? w : hb;
-            sa += v; sb += w;
-            qa += v * v; qb += w * w;
-            za += v == 0; zb += w == 0;
+    for (int j = 0; j < LANES; j++) lows[j] = highs[j] = x[0];
+    for (; start + BLOCK <= n; start += BLOCK) {
+        float sums[LANES] = {0}, products[LANES] = {0}, total = 0, total_squares = 0;
+        int32_t counts[LANES] = {0}, count = 0;
+        for (int i = 0; i < BLOCK; i += LANES) {
+            const float *a = x + start + i;
+            for (int j = 0; j < LANES; j += 16) __builtin_prefetch(a + BLOCK + j, 0, 0);
+            for (int j = 0; j < LANES; j++) {
+                const float v = a[j];
+                lows[j] = v < lows[j] ? v : lows[j];
+                highs[j] = v > highs[j] ? v : highs[j];
+                sums[j] += v;
+                products[j] += v * v;
+                counts[j] += v == 0;
+            }
         }
-        lo = la < lb ? la : lb; hi = ha > hb ? ha : hb;
-        sum += (double)sa + sb; squares += (double)qa + qb; zeros += za + zb;
+        for (int j = 0; j < LANES; j++) { total += sums[j]; total_squares += products[j]; count += counts[j]; }
+        sum += total; squares += total_squares; zeros += count;
+    }
+    for (int j = 0; j < LANES; j++) {
+        low = lows[j] < low ? lows[j] : low;
+        high = highs[j] > high ? highs[j] : high;
     }
     for (; start < n; start++) {
         const float v = x[start];
-        lo = v < lo ? v : lo; hi = v > hi ? v : hi;
+        low = v < low ? v : low; high = v > high ? v : high;
         sum += v; squares += (double)v * v; zeros += v == 0;
     }
-    out[0] = lo; out[1] = hi; out[2] = sum; out[3] = squares;
+    out[0] = low; out[1] = high; out[2] = sum; out[3] = squares;
     return zeros;
 }
 
-static void sort(float *x, int n) {
-    static const int gaps[] = {132, 57, 23, 10, 4, 1};
-    for (int g = 0; g < 6; g++)
-        for (int gap = gaps[g], i = gap; i < n; i++) {
-            const float v = x[i];
-            int j = i;
-            for (; j >= gap && x[j - gap] > v; j -= gap) x[j] = x[j - gap];
-            x[j] = v;
-        }
+/* Each to its place, which is the number of those before it: no branch that could be guessed wrong. */
+static void sort(const float *x, int n, float *sorted) {
+    for (int i = 0; i < n; i++) {
+        const float v = x[i];
+        int32_t place = 0;
+        for (int j = 0; j < i; j++) place += x[j] <= v;
+        for (int j = i + 1; j < n; j++) place += x[j] < v;
+        sorted[place] = v;
+    }
 }
 
 /* out: min, max, sum, sum of squares, number of zeros, quantiles; of no use where the sum of squares is not finite. */
 void trainfer_statistics(const float *x, int64_t n, const double *probabilities, int64_t many, double *out) {
-    float sample[SAMPLE];
+    float sample[SAMPLE], sorted[SAMPLE] = {0};
     const int64_t stride = (n + SAMPLE - 1) / SAMPLE;
     int taken = 0;
     out[4] = (double)reduce(x, n, out);
     for (int64_t i = 0; i < n; i += stride) sample[taken++] = x[i];
-    sort(sample, taken);
-    for (int64_t i = 0; i < many; i++) out[5 + i] = sample[(int)(probabilities[i] * (taken - 1))];
+    sort(sample, taken, sorted);
+    for (int64_t i = 0; i < many; i++) out[5 + i] = sorted[(int)(probabilities[i] * (taken - 1))];
 }
 """.replace("SAMPLE", str(SAMPLE))
 

@@ -33,8 +33,6 @@ class StatisticsTaker:
 
     def __init__(self, *, with_compiler: bool = True) -> None:
         self._flags = np.empty(0, dtype=np.bool_)
-        self._one_thread = torch.get_num_threads() == 1
-        """NumPy's product is faster, but its threads are not torch's and would fight with them."""
         self._with_compiler = with_compiler
         self._probabilities = np.array(QUANTILES)
         self._numbers = np.empty(5 + len(QUANTILES))
@@ -67,12 +65,14 @@ class StatisticsTaker:
         zeros = 0 if low > 0 or high < 0 else self._count_zeros(values)
         if max(-low, high) < _SAFE_MAGNITUDE:
             mean = float(flat.sum()) / count
-            squares = float(np.dot(values, values) if self._one_thread else torch.dot(flat, flat))
+            squares = float(
+                torch.dot(flat, flat)
+            )  # NumPy's threads are not torch's, and would fight with them
         else:
             mean = squares = math.inf
         if squares < _SAFE_SQUARES or not math.isfinite(squares):
             wide = values.astype(np.float64)
-            mean, squares = float(wide.mean()), float(np.dot(wide, wide))
+            mean, squares = float(wide.mean()), float(np.square(wide).sum())
         return _all_finite(count, zeros, low, high, mean, squares, _quantiles(values))
 
     def _count_zeros(self, values: np.ndarray) -> int:
@@ -94,7 +94,7 @@ class StatisticsTaker:
             min=float(finite.min()),
             max=float(finite.max()),
             mean=float(finite.mean()),
-            norm=math.sqrt(float(np.dot(finite, finite))),
+            norm=math.sqrt(float(np.square(finite).sum())),
             quantiles=_quantiles(finite),
             quantile_sample=SAMPLE,
         )
