@@ -49,7 +49,7 @@ test-verl061: $(VERL061_READY)  ## whole stock runs of verl 0.6.1 under trainfer
 
 .venv-msprobe/bin/msprobe:
 	$(PYTHON) -m venv .venv-msprobe
-	.venv-msprobe/bin/python -m pip install --quiet --disable-pip-version-check mindstudio-probe==26.2.0 torch==2.13.0
+	.venv-msprobe/bin/python -m pip install --quiet --disable-pip-version-check mindstudio-probe==26.2.0 torch==2.13.0 transformers==5.17.0
 
 setup-msprobe: .venv-msprobe/bin/msprobe  ## msProbe in an environment of its own, for the tests that compare with it
 
