@@ -35,7 +35,12 @@ def cause_from_facts(
 ) -> Cause | None:
     """The cause that both sides' own words, or the rows that are off, speak for."""
     module = result.point.module
-    found = _from_attributes(module, result, facts) or _from_rows(comparison, result, rows, facts)
+    adapted = [any(name.startswith(f"{module}.lora_A") for name in side.modules) for side in facts]
+    if any(adapted):
+        alone = [name for name in comparison.coverage.modules_unmatched if f"{module}.lora_" in name]
+        found = _adapter(adapted, differing(facts, module), result, alone)
+    else:
+        found = _from_attributes(module, result, facts) or _from_rows(comparison, result, rows, facts)
     if found is None:
         return None
     cause, lines = found
@@ -83,6 +88,35 @@ def _from_attributes(
         )
         return "weights.cached_copy", [text]
     return None
+
+
+def _adapter(
+    adapted: Sequence[bool],
+    differences: Sequence[AttributeDifference],
+    result: PointResult,
+    alone: Sequence[str],
+) -> tuple[str, list[str]] | None:
+    """A layer with an adapter on one side at least."""
+    off = [item for item in differences if item.name in ("disable_adapters", "_disable_adapters")]
+    if off:
+        return "weights.adapter_missing", [str(off[0])]
+    if all(adapted) and alone:
+        return "weights.adapter_missing", [
+            f"both sides have its adapter and one of them never ran it: {alone[0]}"
+        ]
+    scaled = _named("weights.adapter_scale", differences, ("scaling", "lora_alpha"))
+    if all(adapted) or scaled is not None:
+        return scaled
+    where = "training" if adapted[1] else "the rollout"
+    text = f"{where} has an adapter here and the other side one weight, which was not captured: it is off by"
+    text += f" {result.worst:.2g}, relative"
+    if result.worst <= _MERGE:
+        return "weights.rounded_merge", [f"{text}, the size of a merge in half precision"]
+    return "weights.adapter_scale", [f"{text}, more than a merge in half precision rounds"]
+
+
+_MERGE = 0.03
+"""Relative error of a projection whose merged weight was rounded to bfloat16 a few times."""
 
 
 def _named(

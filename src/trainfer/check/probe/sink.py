@@ -144,14 +144,18 @@ class TensorSink:
             if self._settings.filters_rows:
                 return
             task = Task.STATISTICS if task is Task.SKETCH else task
-        key, version = _key(tensor, view), _version(tensor)
+        storage, on_cpu = tensor.untyped_storage(), tensor.is_cpu
+        key, version = _key(tensor, storage, view), _version(tensor)
         seen = self._seen.get(key)
         if seen is not None and seen.version == version and version != _UNVERSIONED:
             self.deduplicated += 1
             kept, shape = seen.kept, seen.shape if view.expand or view.keep is not None else shape
         else:
-            kept, shape = self._keep(call, task, dtype, tensor.detach(), view)
-            self._seen[key] = _Seen(StorageWeakRef(tensor.untyped_storage()), version, kept, shape)
+            if on_cpu and task is Task.STATISTICS and view.keep is None:
+                kept = self._statistics.take(tensor)
+            else:
+                kept, shape = self._keep(call, task, dtype, tensor.detach(), view)
+            self._seen[key] = _Seen(StorageWeakRef(storage), version, kept, shape)
         record = TensorRecord(
             id=self._next_id,
             task=task,
@@ -167,7 +171,7 @@ class TensorSink:
             shape=shape,
             row_dims=(0,) if view.keep is not None else view.row_dims,
             table=view.table,
-            device=self._device_name(tensor.device),
+            device="cpu" if on_cpu else self._device_name(tensor.device),
             requires_grad=requires_grad,
             parts=parts,
             statistics=kept if isinstance(kept, Statistics) else None,
@@ -187,8 +191,7 @@ class TensorSink:
             view = RowView((0,) if view.keep is not None else view.row_dims, view.table)
         shape = tuple(tensor.shape)
         if task is Task.STATISTICS:
-            on_cpu = tensor.device.type == "cpu"
-            return self._statistics.take(tensor) if on_cpu else self._staging.statistics(tensor), shape
+            return self._statistics.take(tensor) if tensor.is_cpu else self._staging.statistics(tensor), shape
         if task is Task.SKETCH:
             tensor, dtype = sketch_rows(rows_first(tensor, view.row_dims)), "F32"
         return self.write_bytes(call.step, call.pass_name, str(self._next_id), dtype, tensor), shape
@@ -224,13 +227,13 @@ def _local(tensor: DTensor) -> tuple[Tensor, tuple[tuple[int, int, int], ...]]:
     return tensor.to_local().detach(), tuple(cut for cut in cuts if cut[2] > 1)
 
 
-def _key(tensor: Tensor, view: RowView) -> tuple[object, ...]:
+def _key(tensor: Tensor, storage: torch.UntypedStorage, view: RowView) -> tuple[object, ...]:
     """Equal for tensors that show the same elements of the same storage in the same order."""
-    storage, start = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    start = tensor.storage_offset()
     rows = None if view.keep is None and not view.expand else (view.row_dims, view.table)
     if tensor.is_contiguous():
-        return (storage, start, tensor.numel(), tensor.dtype, rows)
-    return (storage, start, tensor.shape, tensor.stride(), tensor.dtype, rows)
+        return (storage._cdata, start, tensor.numel(), tensor.dtype, rows)
+    return (storage._cdata, start, tensor.shape, tensor.stride(), tensor.dtype, rows)
 
 
 _UNVERSIONED = "unversioned"

@@ -28,8 +28,15 @@ def judge_again(judged: Judged, replay: Replay) -> Judged:
         and result.point.module in by_module
         and len(result.errors) > len(by_module[result.point.module].introduced_rollout)
     }
+    chosen = {
+        result.point.module
+        for result in judged.points
+        if result.point.part == "index" and _chooses_otherwise(result, by_module.get(result.point.module))
+    }
     modules = tuple(
-        _module(module, by_module.get(module.module), first, partly=module.module in partly)
+        module
+        if module.module in chosen
+        else _module(module, by_module.get(module.module), first, partly=module.module in partly)
         for module in judged.modules
     )
     statuses = {module.module: module for module in modules}
@@ -57,6 +64,21 @@ def judge_again(judged: Judged, replay: Replay) -> Judged:
 def is_beyond(module: ModuleReplay) -> bool:
     """It introduces more than rounding on one side or the other."""
     return max(module.factors) > 1.0
+
+
+def _chooses_otherwise(result: PointResult, found: ModuleReplay | None) -> bool:
+    """Other experts from the same scores: where scores differ by rounding, near ties flip in a row here and there."""
+    if found is None or result.point.direction != "output" or result.status is not Status.DIVERGED:
+        return False
+    if len(found.difference) != len(result.errors):
+        return False
+    same = found.difference <= min(floor.value for floor in found.floors)
+    flipped = same & (result.errors > 0)
+    return int(flipped.sum()) >= 2 and float(flipped.sum()) > _TIES * float(same.sum())
+
+
+_TIES = 0.2
+"""Of the rows with equal scores: so many have a near tie at most."""
 
 
 def _is_result(result: PointResult) -> bool:

@@ -22,12 +22,19 @@ class SideWeights:
     """What one side's parameters are, in terms of the model's."""
 
     def __init__(
-        self, side: ReadableSide, label: str, names: NameMap, reference: Mapping[str, Tensor]
+        self,
+        side: ReadableSide,
+        label: str,
+        names: NameMap,
+        reference: Mapping[str, Tensor],
+        *,
+        other: ReadableSide | None = None,
     ) -> None:
         self._label = label
         self._names = names
         self._reference = reference
         self._versions = weights_by_version(side, names)
+        self._others = {} if other is None else weights_by_version(other, names)
         self._proven: dict[str, frozenset[int]] = {}
 
     def versions(self, name: str) -> frozenset[int] | None:
@@ -50,12 +57,15 @@ class SideWeights:
         raise MissingRowsError(f"{other} of the {self._label} side is not the model's")
 
     def tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """The model's parameter in the dtype that the side held it in."""
-        for weights in self._versions.values():
-            weight = self._find(name, weights)
-            if weight is not None and tensor.is_floating_point():
-                return tensor.to(DTYPES.get(weight.dtype, tensor.dtype))
-        return tensor
+        """The model's parameter in the dtype that the side held it in; a buffer only where both sides held it so."""
+        own = self._dtype(name, self._versions)
+        is_right = name in self._reference or own == self._dtype(name, self._others)
+        return tensor.to(own) if own is not None and is_right and tensor.is_floating_point() else tensor
+
+    def _dtype(self, name: str, versions: Mapping[int, Mapping[str, Weight]]) -> torch.dtype | None:
+        found = (self._find(name, weights) for weights in versions.values())
+        weight = next((weight for weight in found if weight is not None), None)
+        return None if weight is None else DTYPES.get(weight.dtype)
 
     def _find(self, name: str, weights: Mapping[str, Weight]) -> Weight | None:
         if name in weights:

@@ -86,7 +86,9 @@ class Replayer:
                 reference,
                 Captured(joined, side, kinds),
                 SideRows(joined.sides[side], joined.raw[side], joined.tokens.sequences[side]),
-                SideWeights(joined.sides[side], LABELS[side], joined.names, tensors),
+                SideWeights(
+                    joined.sides[side], LABELS[side], joined.names, tensors, other=joined.sides[1 - side]
+                ),
             )
             for side in range(2)
         )

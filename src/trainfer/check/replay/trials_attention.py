@@ -44,6 +44,8 @@ class Change:
     """On queries after rotation."""
     softmax: Callable[[Tensor], Tensor] | None = None
     """Masked scores ``[H, T, S]`` -> weights; None: the softmax."""
+    total: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(weights ``[H, T, S]``, values ``[S, H, K]``) -> rows ``[T, H, K]``; None: their product."""
     keys: Callable[[Tensor], Tensor] | None = None
     """On keys after rotation, as a cache stores them."""
     values: Callable[[Tensor], Tensor] | None = None
@@ -107,7 +109,8 @@ def _attend(core: Core, change: Change, q: Tensor, k: Tensor, v: Tensor) -> Tens
         k = torch.cat([k, change.extra[0]])
     weights = _weights(core, change, q, k)
     groups = q.shape[1] // v.shape[1]
-    out = torch.einsum("hts,shk->thk", weights, v.repeat_interleave(groups, dim=1))
+    values = v.repeat_interleave(groups, dim=1)
+    out = change.total(weights, values) if change.total else torch.einsum("hts,shk->thk", weights, values)
     return out.reshape(len(q), -1)
 
 

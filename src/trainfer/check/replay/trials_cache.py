@@ -146,21 +146,55 @@ def _moved_attempts(facts: AttentionFacts, firsts: Sequence[int | None], shown: 
             words = f"from row {shown} on the entries of slots {start} to {seam - 1} stand {text}"
             yield attempt(facts, "kv_cache.seam", changes, words, row=shown, moved=by)
 
+    for size in _BLOCK_SIZES:
+        for start in range(min(seam - size, _MAX_STARTS)):
+            changes = [
+                Change() if first is None else _repeated(core, near, first, size, start)
+                for core, near, first in zip(facts.cores, facts.neighbours, firsts, strict=True)
+            ]
+            words = f"from row {shown} on the last {size} slots before the seam hold slots {start} to {start + size - 1} again"
+            yield attempt(facts, "kv_cache.seam", changes, words, row=shown, block=size)
+
+
+_BLOCK_SIZES = (2, 4, 8, 16)
+
+
+def _repeated(core: Core, near: Neighbours | None, first: int, size: int, start: int) -> Change:
+    """A block table that names one block twice."""
+
+    def repeated(slots: Tensor, stop: int) -> Tensor:
+        changed = slots.clone()
+        changed[stop - size : stop] = slots[start : start + size]
+        return changed
+
+    return _slots_changed(core, near, first, repeated)
+
 
 def _moved(core: Core, near: Neighbours | None, first: int, by: int, start: int) -> Change:
-    def moved(own: Tensor, before: Tensor | None) -> Tensor:
-        slots = own if before is None else torch.cat([before, own])
-        pad, changed = len(slots) - len(own), slots.clone()
-        stop = pad + first
+    def moved(slots: Tensor, stop: int) -> Tensor:
+        changed = slots.clone()
         if by > 0:
             changed[start + 1 : stop] = slots[start : stop - 1]
         else:
             changed[start : stop - 1] = slots[start + 1 : stop]
-        return changed[pad:]
+        return changed
+
+    return _slots_changed(core, near, first, moved)
+
+
+def _slots_changed(
+    core: Core, near: Neighbours | None, first: int, change: Callable[[Tensor, int], Tensor]
+) -> Change:
+    """``change(slots of the batch entry, those before the seam)``, seen by rows from ``first`` on."""
+
+    def changed(own: Tensor, before: Tensor | None) -> Tensor:
+        slots = own if before is None else torch.cat([before, own])
+        pad = len(slots) - len(own)
+        return change(slots, pad + first)[pad:]
 
     return Change(
-        keys=lambda keys: moved(keys, None if near is None else near.keys_SGK),
-        values=lambda values: moved(values, None if near is None else near.values_SGK),
+        keys=lambda keys: changed(keys, None if near is None else near.keys_SGK),
+        values=lambda values: changed(values, None if near is None else near.values_SGK),
         rows=torch.arange(len(core.q_THK)) >= first,
     )
 

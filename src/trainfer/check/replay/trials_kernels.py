@@ -26,6 +26,19 @@ def precision_attempts(facts: AttentionFacts) -> Iterator[Attempt]:
         for what, change in _changes(dtype).items():
             text = f"{what} rounded to {name} inside the kernel"
             yield attempt(facts, "attention.backend", change, text, grid=True, rounded=what, dtype=name)
+        for keys in _BLOCKS:
+            what = f"the weighted sum, after every {keys} keys, is"
+            sums = [Change(total=_in_blocks(keys, pad, dtype)) for pad in _pads(facts)]
+            text = f"{what} rounded to {name} inside the kernel"
+            yield attempt(facts, "attention.backend", sums, text, grid=True, rounded=what, dtype=name)
+    for name, dtype in (("FP8 E4M3", torch.float8_e4m3fn), ("FP8 E5M2", torch.float8_e5m2)):
+        coarse = Change(softmax=lambda scores, dtype=dtype: _to_float8(scores.softmax(-1), dtype))
+        text = f"weights are rounded to {name} inside the kernel"
+        yield attempt(facts, "attention.backend", coarse, text, grid=True, rounded="weights are", dtype=name)
+
+
+def _to_float8(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.float().to(dtype).double()
 
 
 def _changes(dtype: torch.dtype) -> dict[str, Change]:
@@ -50,6 +63,28 @@ def _changes(dtype: torch.dtype) -> dict[str, Change]:
         },
         "queries and keys are": Change(queries=low, keys=low),
     }
+
+
+_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def _pads(facts: AttentionFacts) -> list[int]:
+    """Slots in front of each sequence: blocks are counted from the first slot of the batch entry."""
+    return [0 if near is None else len(near.keys_SGK) for near in facts.neighbours]
+
+
+def _in_blocks(keys: int, pad: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """Sums over blocks of keys, kept in a low precision between them."""
+
+    def total(weights_HTS: Tensor, values_SHK: Tensor) -> Tensor:
+        found = torch.zeros(())
+        for start in range(-(pad % keys), len(values_SHK), keys):
+            block = slice(max(start, 0), start + keys)
+            part = torch.einsum("hts,shk->thk", weights_HTS[..., block], values_SHK[block])
+            found = rounded(found + part, dtype)
+        return found
+
+    return total
 
 
 def _unnormalised(scores: Tensor, low: Callable[[Tensor], Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ implementations is eps, where the mean is rounded, and whether the quotient is r
 # pyright: standard
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,13 +22,53 @@ def norm_attempts(site: Site) -> Iterator[Attempt]:
     facts = norm_facts(site)
     if facts is None:
         return
-    weight, eps, centred = facts
-    yield from _eps(site, weight, eps, centred=centred)
-    yield from _precision(site, weight, eps)
+    yield from _eps(site, facts)
+    yield from _precision(site, facts)
 
 
-def norm_facts(site: Site) -> tuple[Tensor, float, bool] | None:
-    """Weight as it multiplies, eps, and whether the mean is taken off; None where the module is not such a norm."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormFacts:
+    """What a norm computes: (x − mean x, where ``centred``) / sqrt(mean x² + eps) · weight + bias.
+
+    Axes: W features.
+    """
+
+    weight_W: Tensor
+    """As it multiplies: Gemma's is one more than stored."""
+    bias_W: Tensor
+    """Zeros without one."""
+    eps: float
+    centred: bool
+
+    def apply(
+        self,
+        x_TD: Tensor,
+        *,
+        eps: float | None = None,
+        outside: bool = False,
+        root: Callable[[Tensor], Tensor] = lambda root: root,
+        quotient: Callable[[Tensor], Tensor] = lambda quotient: quotient,
+    ) -> Tensor:
+        """In float64, over groups of the weight's width (a head's norm runs over heads side by side).
+
+        Args:
+            x_TD: What the norm is given.
+            eps: In the place of its own.
+            outside: Added to the root, not under it.
+            root: What becomes of 1 / root before it multiplies.
+            quotient: What becomes of the quotient before it meets the weight.
+        """
+        own = self.eps if eps is None else eps
+        x = x_TD.reshape(len(x_TD), -1, len(self.weight_W))
+        if self.centred:
+            x = x - x.mean(-1, keepdim=True)
+        square = x.square().mean(-1, keepdim=True)
+        size = square.sqrt() + own if outside else (square + own).sqrt()
+        return (quotient(x * root(1 / size)) * self.weight_W + self.bias_W).reshape(x_TD.shape)
+
+
+def norm_facts(site: Site) -> NormFacts | None:
+    """None where the module is not such a norm."""
     layer, trace = site.layer, site.traces[0]
     x = site.given(trace)
     rows = site.rows(trace)
@@ -39,15 +80,15 @@ def norm_facts(site: Site) -> tuple[Tensor, float, bool] | None:
     if x.shape[1] % width:
         return None
     plain = torch.ones(width, dtype=torch.float64) if raw is None else raw.detach().double()
-    bias = getattr(layer, "bias", None)
-    if bias is not None:
-        return None
+    raw = getattr(layer, "bias", None)
+    bias = raw.detach().double() if isinstance(raw, Tensor) else torch.zeros_like(plain)
     for weight in (plain, 1 + plain):
         for centred in (False, True):
-            y = apply(x, weight, eps, centred=centred)
+            found = NormFacts(weight_W=weight, bias_W=bias, eps=eps, centred=centred)
+            y = found.apply(x)
             off = torch.linalg.vector_norm(y - rows[0]) / torch.linalg.vector_norm(rows[0]).clamp_min(1e-30)
             if float(off) < 1e-5:
-                return weight, eps, centred
+                return found
     return None
 
 
@@ -60,18 +101,6 @@ def eps_of(layer: object) -> float | None:
     return None
 
 
-def apply(
-    x_TD: Tensor, weight_W: Tensor, eps: float, *, centred: bool = False, outside: bool = False
-) -> Tensor:
-    """The norm in float64, over groups of the weight's width (a head's norm runs over heads side by side)."""
-    x = x_TD.reshape(len(x_TD), -1, len(weight_W))
-    if centred:
-        x = x - x.mean(-1, keepdim=True)
-    square = x.square().mean(-1, keepdim=True)
-    size = square.sqrt() + eps if outside else (square + eps).sqrt()
-    return (x / size * weight_W).reshape(x_TD.shape)
-
-
 def _predict(site: Site, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
     found: list[Tensor] = []
     for trace in site.usable():
@@ -81,16 +110,17 @@ def _predict(site: Site, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, 
     return tuple(found)
 
 
-def _eps(site: Site, weight: Tensor, eps: float, *, centred: bool) -> Iterator[Attempt]:
+def _eps(site: Site, facts: NormFacts) -> Iterator[Attempt]:
+    weight, eps = facts.weight_W, facts.eps
     xs, ys = [], []
     for trace in site.usable():
         x, rows = site.given(trace), site.rows(trace)
         assert x is not None
         assert rows is not None
         xs.append(x[rows[2]].reshape(-1, len(weight)))
-        ys.append(rows[1][rows[2]].reshape(-1, len(weight)))
+        ys.append(rows[1][rows[2]].reshape(-1, len(weight)) - facts.bias_W)
     x, y = torch.cat(xs), torch.cat(ys)
-    x = x - x.mean(-1, keepdim=True) if centred else x
+    x = x - x.mean(-1, keepdim=True) if facts.centred else x
     fit = eps_of_rows(x.numpy(), y.numpy(), weight.numpy())
     if fit is None:
         return
@@ -105,7 +135,7 @@ def _eps(site: Site, weight: Tensor, eps: float, *, centred: bool) -> Iterator[A
             hypothesis=Hypothesis(
                 cause="norm.eps", parameters={"eps": value, "reference_eps": eps}, evidence=evidence
             ),
-            predicted=_predict(site, lambda t, v=value: apply(t, weight, v, centred=centred)),
+            predicted=_predict(site, lambda t, v=value: facts.apply(t, eps=v)),
         )
     beside = eps_outside_of_rows(x.numpy(), y.numpy(), weight.numpy())
     others: list[float] = [] if beside is None else round_eps(beside)
@@ -117,7 +147,7 @@ def _eps(site: Site, weight: Tensor, eps: float, *, centred: bool) -> Iterator[A
                 parameters={"eps": value, "reference_eps": eps, "where": "outside"},
                 evidence=evidence,
             ),
-            predicted=_predict(site, lambda t, v=value: apply(t, weight, v, centred=centred, outside=True)),
+            predicted=_predict(site, lambda t, v=value: facts.apply(t, eps=v, outside=True)),
         )
 
 
@@ -130,20 +160,24 @@ class _Attributes:
                 setattr(self, name, float(value))
 
 
-def _precision(site: Site, weight: Tensor, eps: float) -> Iterator[Attempt]:
+def _precision(site: Site, facts: NormFacts) -> Iterator[Attempt]:
     for name, dtype in _LOW.items():
         out = TORCH_DTYPES.get(site.dtype, torch.float64)
-        variants = {
-            "all of it": lambda t, d=dtype: low_norm(t, weight, eps, d),
-            "the mean of squares": lambda t, d=dtype: low_mean(t, weight, eps, d),
-            "its input": lambda t, d=dtype: apply(rounded(t, d), weight, eps),
-            "its result": lambda t, d=dtype: rounded(apply(t, weight, eps), d),
-            "the quotient, before the weight": lambda t, d=dtype: rounded(
-                apply(t, torch.ones_like(weight), eps), d
-            ).reshape(len(t), -1, len(weight)).mul(weight).reshape(t.shape),
-        }  # fmt: skip
+
+        def low(values: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+            return rounded(values, dtype)
+
+        variants: dict[str, Callable[[Tensor], Tensor]] = {
+            "all of it": lambda t, d=dtype: low_norm(t, facts, d),
+            "the mean of squares": lambda t, d=dtype: low_mean(t, facts, d),
+            "its input": lambda t, low=low: facts.apply(low(t)),
+            "its result": lambda t, low=low: low(facts.apply(t)),
+            "its input and result": lambda t, low=low: low(facts.apply(low(t))),
+            "the root": lambda t, low=low: facts.apply(t, root=low),
+            "the quotient, before the weight": lambda t, low=low: facts.apply(t, quotient=low),
+        }
         if out == dtype:
-            variants = {key: variants[key] for key in ("all of it", "the mean of squares")}
+            variants = {key: variants[key] for key in ("all of it", "the mean of squares", "the root")}
         for what, function in variants.items():
             yield Attempt(
                 hypothesis=Hypothesis(
@@ -156,18 +190,20 @@ def _precision(site: Site, weight: Tensor, eps: float) -> Iterator[Attempt]:
             )
 
 
-def low_norm(x_TD: Tensor, weight_W: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def low_norm(x_TD: Tensor, facts: NormFacts, dtype: torch.dtype) -> Tensor:
     """Every step in a low precision."""
-    x = x_TD.to(dtype).reshape(len(x_TD), -1, len(weight_W))
-    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight_W.to(dtype) * (x * scale)).double().reshape(x_TD.shape)
+    x = x_TD.to(dtype).reshape(len(x_TD), -1, len(facts.weight_W))
+    x = x - x.mean(-1, keepdim=True) if facts.centred else x
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + facts.eps)
+    return (facts.weight_W.to(dtype) * (x * scale) + facts.bias_W.to(dtype)).double().reshape(x_TD.shape)
 
 
-def low_mean(x_TD: Tensor, weight_W: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def low_mean(x_TD: Tensor, facts: NormFacts, dtype: torch.dtype) -> Tensor:
     """The mean of squares in a low precision, the rest not."""
-    x = x_TD.reshape(len(x_TD), -1, len(weight_W))
+    x = x_TD.reshape(len(x_TD), -1, len(facts.weight_W))
+    x = x - x.mean(-1, keepdim=True) if facts.centred else x
     square = x.to(dtype).pow(2).mean(-1, keepdim=True).double()
-    return (x * torch.rsqrt(square + eps) * weight_W).reshape(x_TD.shape)
+    return (x * torch.rsqrt(square + facts.eps) * facts.weight_W + facts.bias_W).reshape(x_TD.shape)
 
 
 def cast_variants(x_TD: Tensor, weight_W: Tensor, eps: float, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -177,5 +213,5 @@ def cast_variants(x_TD: Tensor, weight_W: Tensor, eps: float, dtype: torch.dtype
     weight = weight_W.to(dtype)
     return {
         "the quotient is rounded, then multiplied by the weight": (weight * quotient.to(dtype)).reshape(x_TD.shape),
-        "multiplied by the weight in float32, then rounded": (weight.float() * quotient).to(dtype).reshape(x_TD.shape),
+        "multiplied by the weight in float32, then rounded": (weight_W.float() * quotient).to(dtype).reshape(x_TD.shape),
     }  # fmt: skip

@@ -34,6 +34,7 @@ def rope_attempts(site: Site) -> Iterator[Attempt]:
     factor = float(getattr(site.layer, "attention_scaling", 1.0))
     frequencies = inverse.detach().double()
     yield from _positions(site, frequencies, factor)
+    yield from _layout(site, frequencies, factor)
     yield from _precision(site, frequencies, factor)
     yield from _scaling(site, frequencies, factor)
 
@@ -111,6 +112,23 @@ def _other_positions(moved: dict[int, int], predicted: tuple[Tensor, ...]) -> It
             cause="rope.positions", parameters={"offset": float(common)}, evidence=evidence
         ),
         predicted=predicted,
+    )
+
+
+def _layout(site: Site, frequencies: Tensor, factor: float) -> Iterator[Attempt]:
+    def interleaved(count: int) -> Tensor:
+        return torch.cat(
+            [
+                table[:, : table.shape[1] // 2].repeat_interleave(2, dim=1)
+                for table in tables(torch.arange(count), frequencies, factor).chunk(2, dim=1)
+            ],
+            dim=1,
+        )
+
+    text = "each frequency stands twice in a row, in the reference the list of frequencies stands twice"
+    yield Attempt(
+        hypothesis=Hypothesis(cause="rope.layout", parameters={"layout": "interleaved"}, evidence=(text,)),
+        predicted=_each(site, interleaved),
     )
 
 

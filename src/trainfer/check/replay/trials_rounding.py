@@ -73,10 +73,9 @@ def _variants(site: Site, trace: Trace) -> dict[str, Tensor] | None:
     facts = norm_facts(site)
     dtype = TORCH_DTYPES.get(site.dtype)
     x = site.given(trace)
-    if facts is None or dtype is None or x is None or facts[2]:
+    if facts is None or dtype is None or x is None or facts.centred:
         return None
-    weight, eps, _ = facts
-    made = cast_variants(x, weight, eps, dtype)
+    made = cast_variants(x, facts.weight_W, facts.eps, dtype)
     return {name: values.double() for name, values in made.items()}
 
 

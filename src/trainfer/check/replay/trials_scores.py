@@ -53,6 +53,12 @@ def _neighbours(facts: AttentionFacts) -> Iterator[Attempt]:
     if others:
         text = f"rows see {others} slots of sequences packed before their own; {spared} sequences without such slots are exact"
         yield attempt(facts, "attention.cross_sequence", changes, text, slots=float(others))
+        last = [
+            Change() if n is None else Change(extra=(n.keys_SGK[-1:], n.values_SGK[-1:]))
+            for n in facts.neighbours
+        ]
+        text = f"rows see the last slot of the sequence packed before their own; {spared} sequences without one are exact"
+        yield attempt(facts, "attention.cross_sequence", last, text, slots=1.0)
     elif padding:
         text = f"rows see {padding} padding slots; {spared} sequences without padding are exact"
         yield attempt(facts, "attention.mask", changes, text, slots=float(padding))
