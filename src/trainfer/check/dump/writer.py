@@ -33,8 +33,9 @@ _FLUSH_INTERVAL_S = 0.05
 class WriterLimits:
     """Sizes in bytes."""
 
-    chunk_bytes: int = 16 * 2**20
-    """Of one buffer; larger tensors get a buffer of their own."""
+    chunk_bytes: int = 8 * 2**20
+    """Of one buffer, small enough that it is still in the cache when the thread reads it; larger tensors get a buffer of
+    their own."""
     inflight_bytes: int = 64 * 2**20
     """Of all buffers together, but for a single tensor that is larger by itself."""
     shard_bytes: int = 256 * 2**20

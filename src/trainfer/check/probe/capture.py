@@ -34,7 +34,7 @@ from trainfer.check.probe.names import named_modules, named_tensors
 from trainfer.check.probe.sequences import check_sequences
 from trainfer.check.probe.settings import CaptureSettings, check_settings, choose_modules
 from trainfer.check.probe.sink import CaptureWarning, TensorSink
-from trainfer.check.probe.staging import page_locked
+from trainfer.check.probe.staging import PAGE_LOCKED_LIMITS, page_locked
 from trainfer.errors import CaptureError
 
 
@@ -107,7 +107,10 @@ class _Session:
         self, model: nn.Module, folder: Path, settings: CaptureSettings, rows: RowSource, means: Means
     ) -> None:
         devices = {parameter.device.type for parameter in model.parameters()}
-        self.writer = DumpWriter(folder, allocate=page_locked if "cuda" in devices else None)
+        if "cuda" in devices:
+            self.writer = DumpWriter(folder, limits=PAGE_LOCKED_LIMITS, allocate=page_locked)
+        else:
+            self.writer = DumpWriter(folder)
         self.sink = TensorSink(self.writer, settings)
         weights = means.weights(model, self.writer, self.sink, settings.full_weights)
         self.book = CallBook(settings, self.writer, self.sink, weights, rows, end_tokens_of(model))

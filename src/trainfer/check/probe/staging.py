@@ -18,8 +18,11 @@ from torch import Tensor
 
 from trainfer.check.dump.records import QUANTILES, Statistics, TensorRecord
 from trainfer.check.dump.tensors import flat_bytes
-from trainfer.check.dump.writer import DumpWriter
+from trainfer.check.dump.writer import DumpWriter, WriterLimits
 from trainfer.check.probe.statistics import SAMPLE, nothing_finite
+
+PAGE_LOCKED_LIMITS = WriterLimits(chunk_bytes=16 * 2**20)
+"""To lock pages for one large tensor costs more than to copy it."""
 
 
 def page_locked(size: int) -> np.ndarray:
