@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import trainfer
 from page_code import code_under, statements
+from trainfer.check.dump.reader import Dump
 
 CLONE = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("TRAINFER_TRL") or CLONE / ".venv-trl/bin/python")
@@ -23,11 +25,16 @@ SAME_LENGTH = [f"{letter} plus {letter}?" for letter in "abcdefgh"]
 RAGGED = [f"{letter * (1 + place)} plus?" for place, letter in enumerate("abcdefgh")]
 
 
-def run(folder: Path, code: str, *, prompts=SAME_LENGTH, architecture="qwen2", **config):
+def run(folder: Path, code: str, *, prompts=SAME_LENGTH, architecture="qwen2", processes=1, **config):
     folder.mkdir()
     (folder / "code.py").write_text(code)
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        if processes > 1
+        else []
+    )
     command = [
-        str(PYTHON), str(Path(__file__).with_name("trl_run.py")), "out.json", "code.py", json.dumps(config),
+        str(PYTHON), *launcher, str(Path(__file__).with_name("trl_run.py")), "out.json", "code.py", json.dumps(config),
         json.dumps(prompts), architecture,
     ]  # fmt: skip
     environment = {
@@ -118,3 +125,19 @@ def test_batches_that_generate_and_score_by_turns_are_told_apart(page, tmp_path)
         "trainfer step 1: nothing was generated in the model (TRL scored completions of an earlier step)"
         in said
     )
+
+
+def test_two_processes_leave_the_comparison_to_the_command(page, tmp_path):
+    _, said = run(tmp_path / "run", page, processes=2, per_device_train_batch_size=4)
+    for step in (0, 1):
+        folder = tmp_path / f"run/dumps/step_{step}"
+        line = f"`trainfer compare dumps/step_{step}/rollout dumps/step_{step}/train` compares it"
+        assert said.count(line) == 1
+        result = trainfer.compare(folder / "rollout", folder / "train")
+        assert result.verdict in ("equal", "rounding")
+        assert result.comparison.coverage.rows_matched == result.comparison.coverage.rows_rollout
+        assert (
+            len(list(Dump(folder / "rollout").sequences(0)))
+            == len(list(Dump(folder / "train").sequences(1)))
+            == 4
+        )

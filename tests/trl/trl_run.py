@@ -8,6 +8,7 @@ writes what came of it.
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -62,7 +63,8 @@ def main(out, code, config, prompts, architecture="qwen2"):
     callbacks = names["trainer"].callback_handler.callbacks
     ours = [item for item in callbacks if type(item).__name__ == "CaptureCallback"]
     results = {step: json.loads(result.json()) for item in ours for step, result in item.results.items()}
-    Path(out).write_text(json.dumps({"results": results, "weights": digest(names["model"])}))
+    if int(os.environ.get("RANK", "0")) == 0:
+        Path(out).write_text(json.dumps({"results": results, "weights": digest(names["model"])}))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class CaptureCallback(TrainerCallback):
             weights: ``fingerprint``, or ``full``: `trainfer compare` then has a model to replay with.
             max_bytes: Stop keeping values of a side after so many bytes.
             compare_steps: False leaves it to ``trainfer compare``.
-            tell: Where the line about each step goes.
+            tell: Where the line about each step goes, in the first process.
 
         Raises:
             CaptureError: an argument cannot be.
@@ -168,7 +168,8 @@ class CaptureCallback(TrainerCallback):
             return
         for problem in opened.close():
             warnings.warn(problem, CaptureWarning, stacklevel=2)
-        self._tell(self._judge(state.global_step, opened, args))
+        if args.process_index == 0:
+            self._tell(self._judge(state.global_step, opened, args))
 
     def on_train_end(  # noqa: D102
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
