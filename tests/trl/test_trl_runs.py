@@ -141,3 +141,11 @@ def test_two_processes_leave_the_comparison_to_the_command(page, tmp_path):
             == len(list(Dump(folder / "train").sequences(1)))
             == 4
         )
+
+
+def test_continuous_batching_is_not_captured_as_training(page, tmp_path):
+    found, said = run(tmp_path / "run", page, use_transformers_continuous_batching=True, max_steps=1)
+    assert found["results"] == {}
+    assert "trainfer step 0: nothing was generated in the model (continuous batching)" in said
+    counts = json.loads((tmp_path / "run/dumps/step_0/train/manifest.json").read_text())["counts"]
+    assert (counts["calls"], counts["sequences"], counts["unknown"]) == (1, 8, 0)

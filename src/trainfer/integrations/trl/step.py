@@ -8,7 +8,7 @@ turns come out right. Passes of another module (a reference model) are not seen.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,15 @@ from trainfer.integrations.trl.switched import SwitchedHooks
 
 Sampling = Mapping[str, float | int]
 IGNORED_LABEL = -100
+
+
+@runtime_checkable
+class GeneratesBatches(Protocol):
+    """A model with Transformers' continuous batching."""
+
+    def generate_batch(self, *args: object, **kwargs: object) -> object:
+        """Completions of many prompts."""
+        ...
 
 
 @dataclass(slots=True)
@@ -68,6 +77,9 @@ class CapturedStep:
         self._is_generating = False
         self._generate: Callable[..., object] = model.generate  # type: ignore[assignment]
         vars(model)["generate"] = self._watched_generate
+        if isinstance(model, GeneratesBatches):
+            self._generate_batch = model.generate_batch
+            vars(model)["generate_batch"] = self._unwatched_batch
         self._scores = model.register_forward_hook(self._after_forward, with_kwargs=True)
 
     @property
@@ -77,8 +89,8 @@ class CapturedStep:
 
     def close(self, error: BaseException | None = None) -> list[str]:
         """Take everything off and close the dumps; gives what went wrong, in words."""
-        if "generate" in vars(self._model):
-            del vars(self._model)["generate"]
+        for name in ("generate", "generate_batch"):
+            vars(self._model).pop(name, None)
         self._scores.remove()
         problems: list[str] = []
         for side in (self._rollout, self._train):
@@ -122,6 +134,16 @@ class CapturedStep:
                 sampling=self._sampling,
             )
         return drawn
+
+    def _unwatched_batch(self, *args: object, **kwargs: object) -> object:
+        """Continuous batching packs rows in an order of its own: nothing is captured, least of all as training."""
+        self._train.switch(on=False)
+        self._is_generating = True
+        try:
+            return self._generate_batch(*args, **kwargs)
+        finally:
+            self._is_generating = False
+            self._train.switch(on=True)
 
     def _turn(self, *, generating: bool) -> None:
         assert self._rollout is not None
