@@ -1,8 +1,8 @@
 """Causes of rounding size: sums in another order, and another precision of one whole side.
 
-Takes a comparison; gives causes for projections that were given the same bits and gave others back. Rounding it is, but
-it has a reason: other batch shapes, or sums that are cut over ranks. Only rows with equal inputs count, so nothing
-that came in is taken for it.
+Takes a comparison; gives causes for projections that were given the same bits and gave others back, and for a model whose
+projections all have another dtype on one side. Rounding it is, but it has a reason: other batch shapes, sums that are cut over
+ranks, a coarser dtype. Only rows with equal inputs count for an order of sums, so nothing that came in is taken for it.
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense_4h_to_h", "fc2", "w2"
 """Projections whose sums tensor-parallel ranks share."""
 _COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "qkv_proj", "gate_up_proj", "fc1", "w1", "w3")  # fmt: skip
 _MIN_ROWS = 4
+_MIN_PROJECTIONS = 4
 
 
 def rounding_causes(comparison: Comparison) -> list[Cause]:
@@ -38,6 +39,39 @@ def rounding_causes(comparison: Comparison) -> list[Cause]:
         text += f"{rows[first][1]} rows: their sums were taken in another order, as other batch shapes do"
         return [_made("shape.batch", first, tuple(rows), text)]
     return []
+
+
+def dtype_causes(comparison: Comparison) -> list[Cause]:
+    """At most one: all projections of the model compute in another dtype on one side. Read from the dumps, so it is proven."""
+    if comparison.stage("modules").status is not Status.ROUNDING:
+        return []
+    outputs = sorted(filter(_is_projected, comparison.points), key=lambda result: result.order)
+    modules = tuple(dict.fromkeys(result.point.module for result in outputs))
+    pairs = {result.dtypes for result in outputs}
+    if len(modules) < _MIN_PROJECTIONS or len(pairs) != 1:
+        return []
+    ((rollout, train),) = pairs
+    if rollout == train:
+        return []
+    text = f"all {len(modules)} projections give {rollout} in the rollout and {train} in training: the coarser dtype explains "
+    text += "differences of this size, and hides any other cause as small"
+    return [
+        make_cause(
+            "module.dtype",
+            stage="modules",
+            module=modules[0],
+            confirmed=True,
+            evidence=(text,),
+            modules=modules,
+        )
+    ]
+
+
+def _is_projected(result: PointResult) -> bool:
+    point = result.point
+    leaf = point.module.rpartition(".")[2]
+    is_output = point.direction == "output" and point.phase == "forward" and not point.function
+    return is_output and leaf in (*_ROW_PARALLEL, *_COLUMN_PARALLEL)
 
 
 def _made(cause: str, module: str, modules: tuple[str, ...], text: str) -> Cause:

@@ -18,7 +18,7 @@ from trainfer.check.explain.fixes import make_cause, repairs_for
 from trainfer.check.explain.logprobs import logprob_causes
 from trainfer.check.explain.next_steps import next_steps
 from trainfer.check.explain.records import Cause, Explanation, FirstDivergence
-from trainfer.check.explain.rounding import rounding_causes
+from trainfer.check.explain.rounding import dtype_causes, rounding_causes
 from trainfer.check.explain.tokens import Decode, token_causes
 from trainfer.check.explain.trials import causes_of_trials, loudest
 from trainfer.check.explain.weights import weight_causes
@@ -50,6 +50,8 @@ def explain(
         *logprob_causes(comparison),
         *_batch_causes(comparison),
     )
+    if not causes:
+        causes = (*dtype_causes(comparison),)
     if replay is not None and not causes:
         causes = (*rounding_causes(comparison),)
     verdict, why = _verdict(comparison, first, replay)
