@@ -88,16 +88,16 @@ def _attention_forward(kind: type[nn.Module]) -> Callable[..., tuple[Tensor, Ten
     ) -> tuple[Tensor, Tensor | None]:
         layer = cast(_Attention, self)
         cosines, sines = position_embeddings
+        renamed = others.pop("cache", None)  # so called from Transformers 5.24 on
+        held = past_key_values if renamed is None else renamed
         if (
             not gpu.computes(hidden_states)
-            or past_key_values is not None
+            or held is not None
             or layer.config._attn_implementation != ATTENTION_NAME
             or cosines.shape[-1] != layer.head_dim
             or len(hidden_states) != 1
         ):
-            return kind.forward(
-                self, hidden_states, position_embeddings, attention_mask, past_key_values, **others
-            )
+            return kind.forward(self, hidden_states, position_embeddings, attention_mask, held, **others)
         heads = (*hidden_states.shape[:-1], -1, layer.head_dim)
         query, key, value = (
             project(hidden_states).view(heads) for project in (layer.q_proj, layer.k_proj, layer.v_proj)
