@@ -143,12 +143,12 @@ def _between(
     )
 
 
-def _of_other_sample(rollout: Sequence[SequenceRecord], own: int, train: SequenceRecord) -> int | None:
-    """The rollout sequence whose prompt the train side joined to this one's response."""
-    prompt = train.tokens[: train.prompt_length]
-    if not prompt or rollout[own].tokens[: rollout[own].prompt_length] == prompt:
+def _of_other_sample(records: Sequence[SequenceRecord], own: int, other: SequenceRecord) -> int | None:
+    """The sequence whose prompt was joined to this one's response, by the other side or by what was run."""
+    prompt = other.tokens[: other.prompt_length]
+    if not prompt or records[own].tokens[: records[own].prompt_length] == prompt:
         return None
-    for index, record in enumerate(rollout):
+    for index, record in enumerate(records):
         if index != own and record.tokens[: record.prompt_length] == prompt:
             return index
     return None
@@ -190,14 +190,16 @@ def _against_rows(
         if _likeness(record.tokens, stranger) * 2 < min(len(tokens), len(record.tokens)):
             continue
         strangers.remove(stranger)
+        run = _shortened_to(record, tokens)
         findings.append(
             TokenFinding(
                 kind=name,
                 sequence=index,
                 edits=edit_script(record.tokens[: len(tokens) + 1], tokens),
                 first=record,
-                second=_shortened_to(record, tokens),
+                second=run,
                 lag=lag(record.tokens, tokens),
+                other_sequence=_of_other_sample(recorded, index, run),
                 note=f"recorded ids are not those that were run by rank {stranger.rank}",
             )
         )
