@@ -156,7 +156,7 @@ FAULTS = {
             )
         },
         0,
-        "logprob.",
+        "logprob.temperature",
     ),
     "padded_vocabulary": (
         {"vocabulary": 1024, "overrides": ("trainer.total_training_steps=1",)},
@@ -174,7 +174,7 @@ FAULTS = {
             )
         },
         0,
-        "rope.",
+        "rope.scaling",
     ),
     "bf16": (
         {"overrides": ("actor_rollout_ref.rollout.dtype=bfloat16", "trainer.total_training_steps=1")},
@@ -191,7 +191,7 @@ FAULTS = {
             ),
         },
         0,
-        "tokens.",
+        "tokens.wrong_sample",
     ),
 }
 """Name -> how it is planted, the step that shows it, the family of its cause."""
