@@ -14,7 +14,8 @@ import trainfer
 from trainfer.check.compare.joined import JoinedSides, join_sides
 from trainfer.check.compare.source import DumpSide
 from trainfer.check.replay.records import Trial
-from trainfer.check.replay.trials import Search, Suspect
+from trainfer.check.replay.suspects import Suspect
+from trainfer.check.replay.trials import Search
 from trainfer.check.replay.trials_bench import Bench
 
 FLOOR = 1e-6

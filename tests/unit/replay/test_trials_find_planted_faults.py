@@ -50,6 +50,32 @@ def test_a_norm_in_bfloat16(tmp_path: Path):
     assert one(search(tmp_path, plant, NORM)).cause == "norm.precision"
 
 
+@pytest.mark.parametrize("what", ["the root", "its input and result"])
+def test_a_norm_that_rounds_in_one_place(tmp_path: Path, what: str):
+    def plant(model):
+        def low(m, a, out):
+            x = a[0] if what == "the root" else a[0].bfloat16().float()
+            root = torch.rsqrt(x.square().mean(-1, keepdim=True) + m.variance_epsilon)
+            if what == "the root":
+                return m.weight * (x * root.bfloat16().float())
+            return (m.weight * (x * root)).bfloat16().float()
+
+        model.get_submodule(NORM).register_forward_hook(low)
+
+    trial = one(search(tmp_path, plant, NORM))
+    assert (trial.cause, trial.parameters["what"]) == ("norm.precision", what)
+
+
+def test_rotary_tables_in_the_other_layout(tmp_path: Path):
+    def plant(model):
+        def twice(table):
+            return table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1)
+
+        model.model.rotary_emb.register_forward_hook(lambda m, a, out: tuple(twice(t) for t in out))
+
+    assert one(search(tmp_path, plant, "model.rotary_emb")).cause == "rope.layout"
+
+
 def test_rotary_tables_in_bfloat16(tmp_path: Path):
     def plant(model):
         model.model.rotary_emb.register_forward_hook(
@@ -113,6 +139,31 @@ def low_weights(module, q, k, v, mask, scaling):
     return scores(q, k, mask, scaling).softmax(-1).bfloat16().float() @ v
 
 
+def low_scores_and_weights(module, q, k, v, mask, scaling):
+    low = scores(q, k, mask, scaling).clamp(min=-1e30).bfloat16()
+    return low.softmax(-1).float() @ v
+
+
+def low_inputs(module, q, k, v, mask, scaling):
+    q, k, v = (t.bfloat16().float() for t in (q, k, v))
+    return scores(q, k, mask, scaling).softmax(-1) @ v
+
+
+def low_before_the_division(module, q, k, v, mask, scaling):
+    s = scores(q, k, mask, scaling)
+    parts = (s - s.amax(-1, keepdim=True)).exp()
+    return parts.bfloat16().float() @ v / parts.sum(-1, keepdim=True)
+
+
+def low_sums(module, q, k, v, mask, scaling):
+    weights = scores(q, k, mask, scaling).softmax(-1)
+    total = torch.zeros_like(q)
+    for start in range(0, v.shape[2], 4):
+        block = slice(start, start + 4)
+        total = (total + weights[..., block] @ v[:, :, block]).bfloat16().float()
+    return total
+
+
 @pytest.mark.parametrize(
     ("change", "cause", "parameter"),
     [
@@ -121,7 +172,11 @@ def low_weights(module, q, k, v, mask, scaling):
         (steeper, "attention.scale", ("scale", 1.2 * 8**-0.5)),
         (float8, "kv_cache.quantized", ("stored", "FP8 E4M3")),
         (both_ways, "attention.mask", None),
-        (low_weights, "attention.backend", ("weights", "BF16")),
+        (low_weights, "attention.backend", ("rounded", "weights are")),
+        (low_scores_and_weights, "attention.backend", ("rounded", "scores and weights are")),
+        (low_inputs, "attention.backend", ("rounded", "queries, keys and values are")),
+        (low_before_the_division, "attention.backend", ("rounded", "weights before the division are")),
+        (low_sums, "attention.backend", ("rounded", "the weighted sum, after every 4 keys, is")),
     ],
 )
 def test_attention_computed_otherwise(tmp_path: Path, change, cause: str, parameter):

@@ -17,13 +17,13 @@ from torch import nn
 
 from trainfer.check.compare.joined import JoinedSides
 from trainfer.check.replay.records import ModuleReplay, Replay, Trial
+from trainfer.check.replay.suspects import Suspect, behind_caches, low_norms, suspects_of
 from trainfer.check.replay.trials_bench import SIDES, Bench, Graft
 from trainfer.check.replay.trials_grafts import (
     adapter_of,
     behind_a_cache,
     graft_of,
     graft_to,
-    supplied_prefix,
     tokens_of,
 )
 from trainfer.check.replay.trials_layers import attention_facts
@@ -36,36 +36,13 @@ from trainfer.check.replay.trials_linear import (
 )
 from trainfer.check.replay.trials_norm import norm_attempts
 from trainfer.check.replay.trials_rope import learned_attempts, rope_attempts
-from trainfer.check.replay.trials_rounding import LOW_DTYPES, CastOrder, cast_order
+from trainfer.check.replay.trials_rounding import CastOrder, cast_order
 from trainfer.check.replay.trials_scores import attention_attempts
 from trainfer.check.replay.trials_sites import Attempt, Outcome, Site, errors, relative, weigh
 
 MAX_CAUSES = 8
 """Confirmed or unknown, before the search gives up."""
 MAX_SITES = 96
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Suspect:
-    """A module that introduces more than its floor on one side."""
-
-    module: str
-    side: int
-    floor: float
-    factor: float
-
-
-def suspects_of(replay: Replay) -> list[Suspect]:
-    """Modules above their floor, in the order of execution; the side that is further above it."""
-    found: list[Suspect] = []
-    for item in sorted(replay.modules, key=lambda module: module.order):
-        factors = item.factors
-        found += [
-            Suspect(module=item.module, side=side, floor=item.floors[side].value, factor=factors[side])
-            for side in sorted((0, 1), key=lambda number: -factors[number])
-            if not factors[side] <= 1
-        ]
-    return found
 
 
 def find_causes(joined: JoinedSides, model: nn.Module, replay: Replay) -> Replay:
@@ -90,47 +67,6 @@ def find_causes(joined: JoinedSides, model: nn.Module, replay: Replay) -> Replay
     search = Search(bench, suspects)
     trials = [*search.run(), *search.run_norms(norms)]
     return replace(replay, trials=tuple(trials), remaining=search.remaining)
-
-
-def behind_caches(replay: Replay, bench: Bench) -> list[Suspect]:
-    """Attention that no replay reached because a cache supplied keys, and that is off where those are computed anew."""
-    floors = {
-        floor.dtype: max(other.value for item in replay.modules for other in item.floors if other.dtype == floor.dtype)
-        for module in replay.modules
-        for floor in module.floors
-    }  # fmt: skip
-    found: list[Suspect] = []
-    for name in replay.not_replayed:
-        if name not in bench.modules or bench.kind(name) != "attention":
-            continue
-        for side in (0, 1):
-            site = bench.site(name, side, 0.0)
-            if site is None or not site.usable() or site.dtype not in floors:
-                continue
-            facts = attention_facts(bench, site)
-            if facts is None or not any(supplied_prefix(missing) for missing in facts.missing):
-                continue
-            floor = _COMPUTED_ANEW * floors[site.dtype]
-            factor = float(errors(site).max(initial=0.0)) / floor
-            if factor > 1:
-                found.append(Suspect(module=name, side=side, floor=floor, factor=factor))
-    return found
-
-
-_COMPUTED_ANEW = 4.0
-"""Times the largest floor: keys that the side computed in its own dtype, layer upon layer, are computed in float64 here."""
-
-
-def low_norms(replay: Replay) -> list[ModuleReplay]:
-    """Normalisations in a low precision on both sides that differ by themselves, none of them by more than its floor."""
-    return [
-        item
-        for item in sorted(replay.modules, key=lambda module: module.order)
-        if item.operator == "norm"
-        and all(floor.dtype in LOW_DTYPES for floor in item.floors)
-        and max(item.factors) <= 1
-        and bool(np.any(item.difference > item.inherited))
-    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
