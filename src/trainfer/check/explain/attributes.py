@@ -38,7 +38,8 @@ def cause_from_facts(
     adapted = [any(name.startswith(f"{module}.lora_A") for name in side.modules) for side in facts]
     if any(adapted):
         alone = [name for name in comparison.coverage.modules_unmatched if f"{module}.lora_" in name]
-        found = _adapter(adapted, differing(facts, module), result, alone)
+        differences = differing(facts, module)
+        found = _dropout(differences, facts) or _adapter(adapted, differences, result, alone)
     else:
         found = _from_attributes(module, result, facts) or _from_rows(comparison, result, rows, facts)
     if found is None:
