@@ -27,8 +27,10 @@ def make_model():
 
 
 @torch.no_grad()
-def compare(tmp_path: Path, change):
+def compare(tmp_path: Path, change, both=lambda model: None):
     good, bad = make_model(), make_model()
+    for model in (good, bad):
+        both(model)
     change(bad)
     for side, model in (("rollout", good), ("train", bad)):
         with trainfer.capture(model, tmp_path / side, side=side, pass_name="forward"):
@@ -78,6 +80,56 @@ def test_an_attribute_that_decides_the_maths_names_the_cause(tmp_path: Path, cha
     found = compare(tmp_path, change).causes[0]
     assert (found.cause, found.confirmed) == (cause, False)
     assert any(word in line for line in found.evidence), found.evidence
+
+
+PROJECTION = "model.layers.0.self_attn.q_proj"
+
+
+def adapt(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], bias="none")
+    peft.inject_adapter_in_model(config, model)
+    layer = model.get_submodule(PROJECTION)
+    for part in (layer.lora_A, layer.lora_B):
+        torch.nn.init.normal_(part["default"].weight, generator=torch.Generator().manual_seed(1))
+    model.eval()
+
+
+def other_scaling(model):
+    model.get_submodule(PROJECTION).scaling["default"] = 1.0
+
+
+def switched_off(model):
+    model.get_submodule(PROJECTION).enable_adapters(enabled=False)
+
+
+def dropped(model):
+    layer = model.get_submodule(PROJECTION)
+    layer.lora_dropout["default"] = torch.nn.Dropout(0.5)
+    layer.train()
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (other_scaling, "weights.adapter_scale"),
+        (switched_off, "weights.adapter_missing"),
+        (dropped, "mode.dropout"),
+    ],
+)
+def test_an_adapter_that_both_sides_have(tmp_path: Path, change, cause: str):
+    found = compare(tmp_path, change, both=adapt).causes[0]
+    assert (found.cause, found.module, found.confirmed) == (cause, PROJECTION, False)
+
+
+def test_a_projection_far_off_with_a_proven_weight_computes_with_a_copy(tmp_path: Path):
+    def plant(model):
+        layer = model.get_submodule(PROJECTION)
+        other = layer.weight.detach() * 1.3
+        layer.register_forward_hook(lambda m, a, out: a[0] @ other.T)
+
+    found = compare(tmp_path, plant).causes[0]
+    assert (found.cause, found.module, found.confirmed) == ("weights.cached_copy", PROJECTION, False)
 
 
 def test_a_module_that_says_nothing_stays_unknown(tmp_path: Path):
