@@ -79,6 +79,19 @@ def test_a_module_is_called_back_about_after_its_execution_and_is_otherwise_unto
 
 
 @pytest.mark.usefixtures("finders")
+def test_two_that_watch_one_module_are_both_called_back_about(tmp_path, monkeypatch):
+    (tmp_path / "watched_twice.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = []
+    watch(frozenset({"watched_twice"}), lambda module: seen.append(("first", module.value)))
+    watch(frozenset({"watched_twice"}), lambda module: seen.append(("second", module.value)))
+    module = importlib.import_module("watched_twice")
+    assert seen == [("first", 1), ("second", 1)]
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+    del sys.modules["watched_twice"]
+
+
+@pytest.mark.usefixtures("finders")
 def test_a_module_that_is_there_already_is_called_back_about_at_once():
     seen = []
     watch(frozenset({"json"}), lambda module: seen.append(module))

@@ -19,19 +19,33 @@ class AfterImport(MetaPathFinder):
     def __init__(self, names: frozenset[str], callback: Callback) -> None:
         self._names = names
         self._callback = callback
+        self._looking = set[str]()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the other finders give, with a loader that calls back."""
-        if fullname not in self._names:
+        """The spec that the other finders give, with a loader that calls back.
+
+        None while it is looking already: another finder that asks all finders, too, would ask it back for ever.
+        """
+        if fullname not in self._names or fullname in self._looking:
             return None
+        self._looking.add(fullname)
+        try:
+            spec = self._of_the_others(fullname, path, target)
+        finally:
+            self._looking.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _CallingLoader(spec.loader, self._callback)
+        return spec
+
+    def _of_the_others(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
         for finder in list(sys.meta_path):
             find = getattr(finder, "find_spec", None)
             spec = None if finder is self or find is None else find(fullname, path, target)
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _CallingLoader(spec.loader, self._callback)
                 return spec
         return None
 
