@@ -87,7 +87,7 @@ PROJECTION = "model.layers.0.self_attn.q_proj"
 
 def adapt(model):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], bias="none")
+    config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.5, target_modules=["q_proj"])
     peft.inject_adapter_in_model(config, model)
     layer = model.get_submodule(PROJECTION)
     for part in (layer.lora_A, layer.lora_B):
@@ -104,9 +104,7 @@ def switched_off(model):
 
 
 def dropped(model):
-    layer = model.get_submodule(PROJECTION)
-    layer.lora_dropout["default"] = torch.nn.Dropout(0.5)
-    layer.train()
+    model.get_submodule(PROJECTION).train()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +117,8 @@ def dropped(model):
 )
 def test_an_adapter_that_both_sides_have(tmp_path: Path, change, cause: str):
     found = compare(tmp_path, change, both=adapt).causes[0]
-    assert (found.cause, found.module, found.confirmed) == (cause, PROJECTION, False)
+    assert (found.cause, found.confirmed) == (cause, False)
+    assert found.module.startswith(PROJECTION)
 
 
 def test_a_projection_far_off_with_a_proven_weight_computes_with_a_copy(tmp_path: Path):
