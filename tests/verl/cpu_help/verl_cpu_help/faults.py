@@ -52,7 +52,8 @@ def _swap_prompts(module):
                 first, second = ids[0], ids[other]
                 ids[0] = torch.cat([second[:cut], first[cut:]])
                 ids[other] = torch.cat([first[:cut], second[cut:]])
-                batch["input_ids"] = torch.nested.as_nested_tensor(ids, layout=torch.jagged)
+                offsets = batch["input_ids"].offsets()  # the same object: other tensors of the batch share it
+                batch["input_ids"] = torch.nested.nested_tensor_from_jagged(torch.cat(ids), offsets)
                 break
         return forward(self, batch, loss_function, forward_only)
 
