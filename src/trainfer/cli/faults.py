@@ -27,10 +27,10 @@ _FILE_WIDTH = 110
 @click.option("--only", default=None, help="A family, a cause, a fault's name, or 'controls'.")
 @click.option(
     "--generator",
-    type=click.Choice(["first", "second", "both"]),
+    type=click.Choice(["first", "second", "both", "third"]),
     default="first",
     show_default=True,
-    help="Whose faults and controls; the second was written without sight of the rules.",
+    help="Whose faults and controls; the second and third were written without sight of the rules.",
 )
 @click.option(
     "--out",

@@ -1,7 +1,8 @@
-"""Which faults and controls a run plants: the first generator's, the second's, or both.
+"""Which faults and controls a run plants: the first generator's, the second's, both, or the third's.
 
 Takes a generator's name; gives what it plants, by name. The second was written without sight of the first and of the rules that
-name causes, so that a rule that fits the first's plants and not the maths of a fault shows.
+name causes, so that a rule that fits the first's plants and not the maths of a fault shows. The third was written in the same way
+after the rules had been made to fit the second.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from enum import StrEnum
 from trainfer.faults import catalogue, controls
 from trainfer.faults.fault import Control, Fault
 from trainfer.faults.second import planted
+from trainfer.faults.third import planted as third_planted
 
 
 class Generator(StrEnum):
@@ -20,7 +22,9 @@ class Generator(StrEnum):
     SECOND = "second"
     """The blind set."""
     BOTH = "both"
-    """One after the other."""
+    """The first, then the second."""
+    THIRD = "third"
+    """A small blind set, written last."""
 
 
 def faults_of(generator: Generator) -> Mapping[str, Fault]:
@@ -32,6 +36,8 @@ def faults_of(generator: Generator) -> Mapping[str, Fault]:
             return planted.FAULTS
         case Generator.BOTH:
             return {**catalogue.FAULTS, **planted.FAULTS}
+        case Generator.THIRD:
+            return third_planted.FAULTS
 
 
 def controls_of(generator: Generator) -> tuple[Control, ...]:
@@ -43,3 +49,15 @@ def controls_of(generator: Generator) -> tuple[Control, ...]:
             return planted.CONTROLS
         case Generator.BOTH:
             return (*controls.CONTROLS, *planted.CONTROLS)
+        case Generator.THIRD:
+            return third_planted.CONTROLS
+
+
+def every_fault() -> Mapping[str, Fault]:
+    """Faults of all generators, by name; names do not meet."""
+    return {**faults_of(Generator.BOTH), **faults_of(Generator.THIRD)}
+
+
+def every_control() -> tuple[Control, ...]:
+    """Controls of all generators."""
+    return (*controls_of(Generator.BOTH), *controls_of(Generator.THIRD))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from trainfer.faults.catalogue import EMULATED
-from trainfer.faults.generators import Generator, controls_of, faults_of
+from trainfer.faults.generators import Generator, controls_of, every_control, faults_of
 from trainfer.faults.records import Outcome, Scores
 from trainfer.faults.suite import failures
 from trainfer.faults.tally import Line, Share, Tally, tally
@@ -101,7 +101,7 @@ def _failing(scores: Scores) -> list[str]:
 
 def _controls(scores: Scores) -> list[str]:
     rows = ["| control | what differs | seeds | alarms |", "|---|---|---|---|"]
-    for control in controls_of(Generator.BOTH):
+    for control in every_control():
         own = [item for item in scores.controls if item.name == control.name]
         if own:
             alarms = "; ".join(f"seed {item.seed}: {item.alarm}" for item in own if item.alarm)
@@ -115,7 +115,7 @@ def fault_list(generator: Generator = Generator.FIRST) -> str:
     for fault in faults_of(generator).values():
         sizes = ", ".join(f"{size:g}" for size in sorted(fault.magnitudes, reverse=True)) or "–"
         rows.append(f"| `{fault.name}` | {fault.summary} | {', '.join(fault.sides)} | {sizes} |")
-    if generator is Generator.SECOND:
+    if generator in (Generator.SECOND, Generator.THIRD):
         return "\n".join([*rows, *_control_list(generator)]) + "\n"
     rows += ["", "| cause | what stands for it on a CPU |", "|---|---|"]
     rows += [f"| `{cause}` | {text} |" for cause, text in EMULATED.items()]

@@ -21,7 +21,7 @@ import torch
 from trainfer.faults.answer import alarm_of, read_answer, score_case
 from trainfer.faults.catalogue import chosen_faults, layout_of, make_case
 from trainfer.faults.fault import Control, Fault
-from trainfer.faults.generators import Generator, controls_of, faults_of
+from trainfer.faults.generators import Generator, controls_of, every_control, every_fault, faults_of
 from trainfer.faults.models import DTYPES
 from trainfer.faults.pair import make_pair
 from trainfer.faults.records import Case, ControlOutcome, Expected, Outcome, Scores
@@ -44,11 +44,9 @@ class Job:
         """Run it in a temporary folder."""
         with tempfile.TemporaryDirectory(prefix="trainfer-faults-") as scratch:
             if self.is_control:
-                control = next(item for item in controls_of(Generator.BOTH) if item.name == self.name)
+                control = next(item for item in every_control() if item.name == self.name)
                 return run_control(control, self.seed, Path(scratch) / "control", keep=keep)
-            return run_case(
-                faults_of(Generator.BOTH)[self.name], self.seed, Path(scratch) / "case", keep=keep
-            )
+            return run_case(every_fault()[self.name], self.seed, Path(scratch) / "case", keep=keep)
 
 
 def plan_jobs(seeds: int, only: str | None, generator: Generator = Generator.FIRST) -> list[Job]:
