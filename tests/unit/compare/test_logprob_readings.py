@@ -62,6 +62,22 @@ def test_the_other_sides_temperature_is_tried_too(logits: torch.Tensor):
     assert (fit.reading, fit.temperature) == ("scaled", 0.7)
 
 
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.3, 1.23456])
+def test_a_temperature_that_nobody_declared_is_found(logits: torch.Tensor, temperature: float):
+    blank = scored(np.zeros(12), logits, TARGETS)
+    fit = fit_reading(scored(plain(blank, temperature), logits, TARGETS), (), TAIL)
+    assert fit.reading == "scaled"
+    assert fit.temperature == pytest.approx(temperature, rel=1e-6)
+    divided = fit_reading(scored(plain(blank, 1.0) / temperature, logits, TARGETS), (), TAIL)
+    assert divided.reading == "divided_after"
+    assert divided.temperature == pytest.approx(temperature, rel=1e-6)
+
+
+def test_few_tokens_find_no_temperature(logits: torch.Tensor):
+    blank = scored(np.zeros(4), logits[:4], TARGETS[:4])
+    assert fit_reading(scored(plain(blank, 0.7), logits[:4], TARGETS[:4]), (), TAIL).reading == "unknown"
+
+
 def test_filters_are_part_of_what_is_declared(logits: torch.Tensor):
     blank = scored(np.zeros(12), logits, logits.argmax(1).tolist())
     kept = torch.topk(logits, 3).values.double()
@@ -112,6 +128,16 @@ def test_right_log_probs_are_no_finding():
 def test_log_probs_shifted_by_one_are_told_with_their_lag():
     (finding,) = misplaced(lambda right, logits: [*right(0, 1), -9.0])
     assert (finding.kind, finding.sequence, finding.lag) == ("train_logprobs", 0, 1)
+
+
+def test_a_token_scored_by_its_own_row_is_told():
+    def own(right, logits):
+        ids = (3, 1, 4, 1, 5, 9, 6)
+        return [torch.log_softmax(logits[0, p], -1)[ids[p]].item() for p in range(2, 7)]
+
+    (finding,) = misplaced(own)
+    assert (finding.kind, finding.sequence, finding.lag) == ("train_logprobs", 0, 1)
+    assert "its own row" in finding.note
 
 
 def test_a_roll_over_the_packed_row_scores_the_last_token_as_the_next_sequences_first():

@@ -5,8 +5,9 @@ differences, what they may be, and for each side the reading of its logits (temp
 what it recorded. |Δ log p| is at most twice the largest difference of the scaled logits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainfer.check.compare.records import LogprobFit, LogprobResult, Stage, Status
+from trainfer.check.compare.temperatures import as_written, common_divisor, nearest_temperature
 from trainfer.check.compare.tolerance import Tolerances
 from trainfer.check.dump.records import Number, SequenceRecord
 from trainfer.exact.logprobs import filtered_logprobs, row_sampling, token_logprobs
@@ -111,10 +113,10 @@ def fit_reading(tokens: ScoredTokens, others: Sequence[float], tolerance: float)
         *(("scaled", t, plain(tokens, t)) for t in temperatures),
         *(("divided_after", t, plain(tokens, 1.0) / t) for t in temperatures),
     ]
-    for name, temperature, derived in readings:
+    for name, temperature, derived in chain(readings, _later(tokens, len(declared))):
         if _worst(tokens.recorded_S, derived, tolerance) <= 1.0:
             return _fit(name, temperature, tokens, derived, declared)
-    for temperature in dict.fromkeys((own or 1.0, 1.0)) if len(declared) >= _TOKENS_FOR_WIDTH else ():
+    for temperature in dict.fromkeys((own or 1.0, 1.0)) if len(declared) >= _TOKENS_TO_FIT else ():
         width = _masked_width(tokens, temperature)
         derived = plain(_cut(tokens, width), temperature)
         if _worst(tokens.recorded_S, derived, tolerance) <= 1.0:
@@ -122,8 +124,26 @@ def fit_reading(tokens: ScoredTokens, others: Sequence[float], tolerance: float)
     return _fit("unknown", own, tokens, declared, declared)
 
 
-_TOKENS_FOR_WIDTH = 8
-"""Fewer could agree on a width by chance."""
+def _later(tokens: ScoredTokens, count: int) -> Iterator[tuple[str, float, Floats]]:
+    """Asked for only where nothing declared fits."""
+    if count >= _TOKENS_TO_FIT:
+        yield from _fitted_readings(tokens)
+
+
+def _fitted_readings(tokens: ScoredTokens) -> list[tuple[str, float, Floats]]:
+    """Temperatures that neither side declared."""
+    once = plain(tokens, 1.0)
+    nearest = nearest_temperature(tokens.logits_SV, tokens.targets_S, tokens.recorded_S)
+    divisor = common_divisor(once, tokens.recorded_S)
+    divisors = [] if divisor is None else as_written(divisor)
+    return [
+        *(("scaled", value, plain(tokens, value)) for value in as_written(nearest)),
+        *(("divided_after", value, once / value) for value in divisors),
+    ]
+
+
+_TOKENS_TO_FIT = 8
+"""Fewer could agree on a width or a temperature by chance."""
 _ROWS_FOR_WIDTH = 64
 
 
