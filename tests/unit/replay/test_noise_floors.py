@@ -52,3 +52,15 @@ def test_a_floor_holds_for_a_product_summed_otherwise(tmp_path: Path) -> None:
     errors = np.linalg.norm(total - exact, axis=1) / np.linalg.norm(exact, axis=1)
     assert 0 < errors.max() < replay[name].floors[0].value
     assert SAFETY >= 2
+
+
+def test_a_backend_with_other_maths_is_no_variant(tmp_path: Path) -> None:
+    """Gemma-2's cap on scores is left out by sdpa: with it the floor would hide a cap that is missing."""
+    model = tiny_model("gemma2")
+    model.config.attn_logit_softcapping = 2.0
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = 2.0
+    replay = by_name(make_pair(tmp_path, model).replay(model))
+    floor = replay["model.layers.1.self_attn"].floors[0]
+    assert "attention by sdpa" not in floor.variants
+    assert floor.value < 1000 * UNIT["F32"]

@@ -119,7 +119,10 @@ def _is_same_maths(
 ) -> bool:
     """In float64 another backend gives the same: one that leaves out a soft-cap or a sink does not."""
     exact = executor.run(name, prepared, sample, Manner())
-    other = executor.run(name, prepared, sample, Manner(attention=attention))
+    try:
+        other = executor.run(name, prepared, sample, Manner(attention=attention))
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False  # the backend refuses this module
     return all(row_errors(other[place], exact[place]).max(initial=0.0) < SAME for place in exact)
 
 
