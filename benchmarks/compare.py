@@ -8,8 +8,7 @@ and compares the two dumps; then once more with every value disturbed (nothing i
 msProbe writes its own dumps of the same model in its own environment (it needs torch, transformers and
 mindstudio-probe) and compares them with its command line; its start-up is measured with ``compare -h`` and taken off.
 
-The comparison reads 480 MB and passes over them some twenty times, so its CPU seconds follow what neighbours leave of the
-caches: ``pace_gb_s`` is the rate at which this process summed 1.6 MB, again and again, right after the comparison. Compare runs
+The comparison reads 480 MB, so its CPU seconds follow what neighbours leave of the caches: ``pace_gb_s`` is the rate at which this process summed 1.6 MB, again and again, right after the comparison. Compare runs
 of like pace only.
 """
 
