@@ -7,8 +7,9 @@ import trainfer
 from trainfer.integrations.transformers.tiny import tiny_model
 
 
+@pytest.mark.parametrize("max_bytes", [None, 2**30], ids=["unbounded", "bounded"])
 @pytest.mark.parametrize("records_what_it_ran", [True, False])
-def test_prompts_exchanged_between_two_samples_are_another_samples(tmp_path, records_what_it_ran):
+def test_prompts_exchanged_between_two_samples_are_another_samples(tmp_path, records_what_it_ran, max_bytes):
     model = tiny_model("qwen3").eval()
     model.set_attn_implementation("eager")
     ids = torch.randint(3, 200, (4, 16), generator=torch.Generator().manual_seed(1))
@@ -19,6 +20,7 @@ def test_prompts_exchanged_between_two_samples_are_another_samples(tmp_path, rec
         ("train", swapped, swapped if records_what_it_ran else ids),
     ):
         named = {"pass_name": "old_log_prob"} if side == "train" else {}
+        named["max_bytes"] = max_bytes
         with trainfer.capture(model, tmp_path / side, side=side, weights_version=0, **named) as capture:
             with torch.no_grad():
                 logits = model(input_ids=run, attention_mask=torch.ones_like(run)).logits.float()

@@ -155,10 +155,14 @@ def _of_other_sample(records: Sequence[SequenceRecord], own: int, other: Sequenc
 
 
 def _filtered(side: Side) -> bool:
-    """True where the capture was asked to leave rows out."""
-    asked = side.manifest.capture
+    """True where the capture was asked to leave rows out; a bound of its bytes does so only once it is reached."""
+    asked, manifest = side.manifest.capture, side.manifest
+    if asked.get("max_bytes") is not None and (
+        not manifest.complete or manifest.incomplete_reasons or side.problems
+    ):
+        return True
     return bool(asked.get("prompts_only")) or any(
-        asked.get(key) is not None for key in ("token_range", "steps", "ranks", "max_bytes")
+        asked.get(key) is not None for key in ("token_range", "steps", "ranks")
     )
 
 
