@@ -30,6 +30,7 @@ from trainfer.check.replay.trials_layers import attention_facts
 from trainfer.check.replay.trials_linear import (
     adapter_attempts,
     dropout_attempts,
+    has_rows_for_a_weight,
     linear_attempts,
     router_attempts,
     scaled_attempts,
@@ -247,7 +248,7 @@ class Search:
             stale = None if facts is None else behind_a_cache(site, facts)
             if stale is not None:
                 return "kv_cache.stale_prefix", (stale,)
-        if site.kind in ("linear", "head"):
+        if site.kind in ("linear", "head") and not has_rows_for_a_weight(site):
             text = (
                 "its weight is the recorded one and no precision explains it: it computes with another copy"
             )

@@ -62,6 +62,7 @@ def _changes(dtype: torch.dtype) -> dict[str, Change]:
             for what, soft in softmaxes.items()
         },
         "queries and keys are": Change(queries=low, keys=low),
+        "weights and values are": Change(values=low, softmax=softmaxes["weights"]),
     }
 
 

@@ -77,6 +77,14 @@ def _low(
     }
 
 
+def has_rows_for_a_weight(site: Site) -> bool:
+    """Enough rows that another weight, if there were one, had been found by ``linear_attempts``."""
+    known = [rows[2] for rows in map(site.rows, site.usable()) if rows is not None]
+    width = max((x.shape[1] for x in _inputs(site)), default=0)
+    use = sum(int((mask & (torch.arange(len(mask)) % 8 != 0)).sum()) for mask in known)
+    return use > width
+
+
 def _other_weight(site: Site, weight: Tensor, bias: Tensor | None) -> Iterator[Attempt]:
     """Another weight: found from all rows but every eighth, and tried on those."""
     xs, errors, knowns = _inputs(site), [], []
