@@ -139,6 +139,8 @@ DESIGN_IDS = [
     "attention.softcap",
     "attention.merge",
     "attention.backend",
+    "attention.scale",
+    "module.dtype",
     "norm.eps",
     "norm.cast_order",
     "norm.precision",

@@ -122,6 +122,13 @@ def plant_other_cap(pair: Pair) -> Sequence[Expected]:
     return [Expected(cause="attention.softcap", modules=(_plant(pair, other),))]
 
 
+def plant_other_scale(pair: Pair) -> Sequence[Expected]:
+    """Scores are multiplied by another number than one over the root of the head's size."""
+    factor = 1 + pair.size
+    name = _plant(pair, lambda call: replace(call, scaling=call.scaling * factor))
+    return [Expected(cause="attention.scale", modules=(name,), tokens=lambda batch: batch.rows(start=1))]
+
+
 SPLIT = 8
 """Keys in the first part where attention is split."""
 
@@ -215,6 +222,10 @@ FAULTS = (
     Fault(
         name="attention.softcap/dropped", plant=plant_cap_dropped, architectures=("gemma2",),
         summary="Gemma-2's cap on scores is dropped in one layer",
+    ),
+    Fault(
+        name="attention.scale/other", plant=plant_other_scale, architectures=_ALL[:4],
+        magnitudes=(0.5, 0.1, 0.01, 1e-3, 1e-5), summary="the scale of scores times 1 + size",
     ),
     Fault(
         name="attention.softcap/other", plant=plant_other_cap, architectures=("gemma2",),

@@ -136,6 +136,13 @@ def plant_staleness(pair: Pair) -> Sequence[Expected]:
     return [Expected(cause="policy.staleness")]
 
 
+def plant_other_dtype(pair: Pair) -> Sequence[Expected]:
+    """One whole side computes in bfloat16: its matrices, norms and caches; rotary frequencies stay as they are."""
+    for parameter in pair.faulty.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return [Expected(cause="module.dtype", modules=(f"{attention_name(pair.faulty, 0)}.q_proj",))]
+
+
 def plant_scaled_mlp(pair: Pair) -> Sequence[Expected]:
     """One MLP's output is off by a factor: nothing that the known causes explain."""
     name = f"{layer_name(pair.faulty, pair.case.layer)}.mlp"
@@ -172,6 +179,7 @@ FAULTS = (
     Fault(name="shape.parallel/sums", plant=plant_parallel, architectures=_DENSE, summary="row-parallel layers add up four partial sums"),
     Fault(name="shape.batch/rows", plant=plant_batch_shape, architectures=_DENSE, sides=("train",), summary="linear layers sum otherwise where many rows come at once"),
     Fault(name="policy.staleness/declared", plant=plant_staleness, sides=("train",), magnitudes=(1e-2, 1e-3, 1e-1, 1e-4, 1e-5), dtypes=("float32",), summary="training is one update ahead, and says so"),
+    Fault(name="module.dtype/bf16", plant=plant_other_dtype, architectures=_DENSE, dtypes=("float32",), summary="a whole side in bfloat16 beside float32"),
     Fault(name="module.unknown/mlp", plant=plant_scaled_mlp, magnitudes=_SIZES, summary="one MLP's output times 1 + size"),
     Fault(name="module.unknown/activation", plant=plant_other_activation, summary="GELU in place of SiLU"),
     Fault(name="module.unknown/embedding", plant=plant_scaled_embedding, magnitudes=_SIZES, summary="the embedding's output times 1 + size"),
