@@ -103,3 +103,20 @@ def test_a_group_shares_its_prompt_through_a_cache(tmp_path: Path) -> None:
     assert found.not_replayed == {}
     assert beyond(found) == []
     assert len(by_name(found)["model.layers.0.self_attn"].introduced_rollout) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tables_that_a_side_does_not_hand_down_are_the_models_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """As in vLLM, whose attention turns queries and keys inside: noise floors are measured in the side's own dtype."""
+    own = execute.SideExecutor._places_of
+
+    def none_of_tables(self, name: str, argument: str, part: str):
+        return iter(()) if argument.startswith("position_embeddings.") else own(self, name, argument, part)
+
+    monkeypatch.setattr(execute.SideExecutor, "_places_of", none_of_tables)
+    model = tiny_model("qwen3", dtype=dtype)
+    found = make_pair(tmp_path, model).replay(model)
+    assert found.not_replayed == {}
+    assert beyond(found) == []

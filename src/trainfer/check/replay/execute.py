@@ -245,6 +245,8 @@ class SideExecutor:
         tensors: dict[str, Tensor | None] = {}
         for leaf, part in part_names(template.inputs, "input"):
             tensors[leaf.argument] = self._input(name, leaf, part, addresses, manner)
+        if not manner.wide:
+            tensors = _in_one_dtype(tensors)
         args = tuple(filled(value, tensors, str(number), 1) for number, value in enumerate(template.args))
         kwargs = {key: filled(value, tensors, key, 1) for key, value in template.kwargs.items()}
         for key in [key for key in kwargs if "mask" in key]:
@@ -312,6 +314,16 @@ class SideExecutor:
         with torch.no_grad(), self._precision(manner):
             found = module(like, self._positions(addresses)[None])
         return [tensor for _, tensor in tensor_leaves(found, "0", [])][number]
+
+
+def _in_one_dtype(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Cosines and sines that were not captured come in float64: here they get the dtype of what is turned by them."""
+    floats = [t.dtype for t in tensors.values() if t is not None and t.is_floating_point()]
+    own = next((dtype for dtype in floats if dtype is not torch.float64), None)
+    return {
+        name: t.to(own) if t is not None and t.dtype is torch.float64 and own is not None else t
+        for name, t in tensors.items()
+    }
 
 
 def _places(
