@@ -33,10 +33,17 @@ def test_it_is_rounding_with_its_modules_ranked(pair):
     assert "times its measured noise floor" in result.summary()
     assert result.causes == ()
     assert all(max(module.factors) < 1 for module in result.replay.modules)
+    kinds = {name.rpartition(".")[2] for name in result.replay.not_replayed}
+    assert kinds == {"act_fn", "rotary_emb"}, "vLLM computes these inside others"
     ranked = sorted(result.replay.modules, key=lambda module: -max(module.factors))
-    # vLLM adds the residual and normalises in one kernel: what reaches its norms was rounded once more.
-    assert [module.operator for module in ranked[:3]] == ["norm"] * 3
-    assert ranked[0].factors[0] > ranked[0].factors[1], "the rollout's norm is the coarser one"
+    assert "norm" in [module.operator for module in ranked[:3]]
+    # vLLM adds the residual and normalises in one kernel: what reaches these norms was rounded once more.
+    behind = [
+        module for module in ranked if module.module.endswith(("post_attention_layernorm", "model.norm"))
+    ]
+    assert len(behind) == 3
+    for module in behind:
+        assert module.introduced_rollout.mean() > module.introduced_train.mean()
 
 
 def test_the_mismatch_is_real(pair):
