@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from trainfer.check.dump.checksum import checksum
-from trainfer.check.dump.folder import claim, rank_folder, read_manifest, rewrite, shard_name
+from trainfer.check.dump.folder import claim, rank_folder, read_manifest, read_manifests, rewrite, shard_name
 from trainfer.check.dump.lines import encode_line
 from trainfer.check.dump.reader import DamagedRecordError, Dump
 from trainfer.check.dump.records import SCHEMA, Manifest, Role, SequenceRecord, Task, TensorRecord
@@ -297,6 +297,21 @@ def test_ranks_of_one_launch_share_a_folder_and_those_of_another_do_not(tmp_path
     with pytest.raises(DumpError):
         claim(tmp_path / "e", manifest(world_size=2, rank=1, launch_id="later"), leader=0)
     assert Dump(tmp_path / "e").missing_ranks == (1,)
+
+
+def test_a_rank_that_looks_while_another_one_claims_sees_a_whole_manifest_or_none(tmp_path, monkeypatch):
+    seen: list[bool] = []
+    replace = Path.replace
+
+    def looked(self: Path, target: Path) -> Path:
+        seen.append(Path(target).exists())
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", looked)
+    claim(tmp_path / "d", manifest(world_size=2), leader=0)
+    claim(tmp_path / "d", manifest(world_size=2, rank=1), leader=0)
+    assert seen == [False, False]
+    assert sorted(read_manifests(tmp_path / "d")) == [0, 1]
 
 
 def test_a_manifest_is_replaced_as_a_whole(tmp_path: Path):

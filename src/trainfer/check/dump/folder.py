@@ -72,9 +72,10 @@ def claim(folder: Path, manifest: Manifest, *, leader: int) -> None:
             f"{folder} already holds a dump; two captures never share a folder. Name another one, remove it, "
             f"or let every run have its own: {folder / '{run_id}'}"
         )
-    held.mkdir()
-    with path.open("xb") as file:
-        file.write(_encode(manifest) + b" " * _SPARE_BYTES + b"\n")
+    held.mkdir()  # fails where another process of this rank was faster
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(_encode(manifest) + b" " * _SPARE_BYTES + b"\n")
+    fresh.replace(path)  # at once: other ranks look while they claim
 
 
 def _another_launch(folder: Path, manifest: Manifest) -> bool:
