@@ -4,7 +4,7 @@ Takes both sides put together; gives the sources of a place on one side: as the 
 it is of the model's kind, else as the adapters describe them (a part of a fused projection, a residual pair's sum).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from trainfer.check.align.names import canonical
 from trainfer.check.align.points import Point, Source
@@ -17,8 +17,24 @@ LABELS = ("rollout", "train")
 class Captured:
     """One side's places; ``side`` is 0 for the rollout, 1 for training."""
 
-    def __init__(self, joined: JoinedSides, side: int, kinds: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        joined: JoinedSides,
+        side: int,
+        kinds: Mapping[str, str],
+        *,
+        is_proven: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        """Index one side.
+
+        Args:
+            joined: Both sides.
+            side: 0 or 1.
+            kinds: Classes of the model's modules.
+            is_proven: True where a module's weight lies in the fused one as it was expected to.
+        """
         self.side = side
+        self._is_proven = is_proven
         self.label = LABELS[side]
         self._points = joined.points[side]
         self._pairs = {pair.point: pair for pair in joined.join.pairs}
@@ -35,6 +51,8 @@ class Captured:
         made = () if pair is None else (pair.rollout, pair.train)[self.side]
         if pair is not None and pair.how == "residual":
             return made
+        if pair is not None and pair.other_layouts and pair.fused_side == self.label:
+            return made if self._is_proven(point.module) else ()
         if own and self._is_same_kind(point.module):
             return own
         if point.module.rpartition(".")[2] in self._special:

@@ -81,16 +81,22 @@ class Replayer:
             for local, tensor in module._parameters.items()
             if tensor is not None
         }
-        self.executors = tuple(
-            SideExecutor(
-                reference,
-                Captured(joined, side, kinds),
-                SideRows(joined.sides[side], joined.raw[side], joined.tokens.sequences[side]),
-                SideWeights(
-                    joined.sides[side], LABELS[side], joined.names, tensors, other=joined.sides[1 - side]
-                ),
-            )
-            for side in range(2)
+        self.executors = tuple(self._executor(side, kinds, tensors) for side in range(2))
+
+    def _executor(self, side: int, kinds: Mapping[str, str], tensors: Mapping[str, Tensor]) -> SideExecutor:
+        joined = self.joined
+        other = joined.sides[1 - side]
+        weights = SideWeights(joined.sides[side], LABELS[side], joined.names, tensors, other=other)
+
+        def is_proven(module: str) -> bool:
+            versions = weights.versions(f"{module}.weight")
+            return versions is None or bool(versions)
+
+        return SideExecutor(
+            self.reference,
+            Captured(joined, side, kinds, is_proven=is_proven),
+            SideRows(joined.sides[side], joined.raw[side], joined.tokens.sequences[side]),
+            weights,
         )
 
     def all(self) -> Replay:
