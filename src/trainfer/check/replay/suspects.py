@@ -11,10 +11,9 @@ import numpy as np
 
 from trainfer.check.replay.records import ModuleReplay, Replay
 from trainfer.check.replay.trials_bench import Bench
-from trainfer.check.replay.trials_grafts import supplied_prefix
+from trainfer.check.replay.trials_cores import leading
 from trainfer.check.replay.trials_layers import attention_facts
-from trainfer.check.replay.trials_rounding import LOW_DTYPES
-from trainfer.check.replay.trials_sites import errors
+from trainfer.check.replay.trials_sites import LOW_DTYPES, errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +55,7 @@ def behind_caches(replay: Replay, bench: Bench) -> list[Suspect]:
             if site is None or not site.usable() or site.dtype not in floors:
                 continue
             facts = attention_facts(bench, site)
-            if facts is None or not any(supplied_prefix(missing) for missing in facts.missing):
+            if facts is None or not any(leading(missing) for missing in facts.missing):
                 continue
             floor = _COMPUTED_ANEW * floors[site.dtype]
             factor = float(errors(site).max(initial=0.0)) / floor

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from trainfer.check.replay.hypotheses import Hypothesis, first_bad
 from trainfer.check.replay.trials_attention import Change, Core, causal, run_core
-from trainfer.check.replay.trials_cores import AttentionFacts, Neighbours, attempt
-from trainfer.check.replay.trials_sites import Attempt, Site
+from trainfer.check.replay.trials_cores import AttentionFacts, Neighbours, attempt, slots_in_front
+from trainfer.check.replay.trials_sites import LOW_DTYPES, Attempt, Site
 
 
 def old_cache_attempts(facts: AttentionFacts) -> Iterator[Attempt]:
@@ -84,7 +84,7 @@ def _stores() -> dict[str, Callable[[Tensor], Tensor]]:
     for bits in (8, 4):
         for scaled in ("token and head", "head", "tensor", "token", "channel"):
             stores[f"INT{bits}, one scale a {scaled}"] = _to_int(bits, scaled=scaled)
-    for name, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+    for name, dtype in LOW_DTYPES.items():
         stores[name] = lambda t, d=dtype: t.to(d).double()
     return stores
 
@@ -135,7 +135,7 @@ def _moved_attempts(facts: AttentionFacts, firsts: Sequence[int | None], shown: 
 
     Slots are those of the batch entry, the same ones in all sequences, padding in front of a sequence included.
     """
-    pads = [0 if near is None else len(near.keys_SGK) for near in facts.neighbours]
+    pads = slots_in_front(facts)
     seam = min(pad + first for pad, first in zip(pads, firsts, strict=True) if first is not None)
     for by, text in ((1, "one slot too late"), (-1, "one slot too early")):
         for start in range(min(seam, _MAX_STARTS)):

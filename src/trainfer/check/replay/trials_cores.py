@@ -45,6 +45,16 @@ class AttentionFacts:
     """Per trace ``[T]``: True for rows of decode passes."""
 
 
+def slots_in_front(facts: AttentionFacts) -> list[int]:
+    """Of each trace: slots of its batch entry before its own first one."""
+    return [0 if near is None else len(near.keys_SGK) for near in facts.neighbours]
+
+
+def leading(mask_T: Tensor) -> int:
+    """How many of the first rows are True without a gap."""
+    return int(mask_T.int().cumprod(0).sum())
+
+
 def errors_of(site: Site, number: int) -> np.ndarray:
     """Row errors of one trace, 0 where not known."""
     rows = site.rows(site.usable()[number])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainfer.check.replay.trials_bench import Graft
-from trainfer.check.replay.trials_cores import AttentionFacts
+from trainfer.check.replay.trials_cores import AttentionFacts, leading
 from trainfer.check.replay.trials_sites import Attempt, Site, relative
 
 
@@ -50,11 +50,6 @@ def tokens_of(site: Site) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def supplied_prefix(missing_T: torch.Tensor) -> int:
-    """Rows at the start of a sequence that were never computed; the last row often is not either."""
-    return int(missing_T.int().cumprod(0).sum())
-
-
 def behind_a_cache(site: Site, facts: AttentionFacts) -> str | None:
     """Evidence that rows are off only behind keys that the side did not compute under these weights; None where not."""
     touched = supplied = 0
@@ -62,7 +57,7 @@ def behind_a_cache(site: Site, facts: AttentionFacts) -> str | None:
         rows = site.rows(trace)
         assert rows is not None
         off = (relative(rows[1], rows[0]) > site.floor) & rows[2].numpy()
-        prefix = supplied_prefix(missing)
+        prefix = leading(missing)  # the last row often was not computed either
         if off.any() and (prefix == 0 or int(np.flatnonzero(off)[0]) < prefix):
             return None
         touched += int(off.any())

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from trainfer.check.replay.trials_attention import Change
-from trainfer.check.replay.trials_cores import AttentionFacts, attempt
-from trainfer.check.replay.trials_sites import Attempt, rounded
+from trainfer.check.replay.trials_cores import AttentionFacts, attempt, slots_in_front
+from trainfer.check.replay.trials_sites import LOW_DTYPES, Attempt, rounded
 
 Softmax = Callable[[Tensor], Tensor]
 
 
 def precision_attempts(facts: AttentionFacts) -> Iterator[Attempt]:
     """What is rounded to which dtype; the least first."""
-    for name, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+    for name, dtype in LOW_DTYPES.items():
         for what, change in _changes(dtype).items():
             text = f"{what} rounded to {name} inside the kernel"
             yield attempt(facts, "attention.backend", change, text, grid=True, rounded=what, dtype=name)
         for keys in _BLOCKS:
             what = f"the weighted sum, after every {keys} keys, is"
-            sums = [Change(total=_in_blocks(keys, pad, dtype)) for pad in _pads(facts)]
+            sums = [Change(total=_in_blocks(keys, pad, dtype)) for pad in slots_in_front(facts)]
             text = f"{what} rounded to {name} inside the kernel"
             yield attempt(facts, "attention.backend", sums, text, grid=True, rounded=what, dtype=name)
     for name, dtype in (("FP8 E4M3", torch.float8_e4m3fn), ("FP8 E5M2", torch.float8_e5m2)):
@@ -67,11 +67,6 @@ def _changes(dtype: torch.dtype) -> dict[str, Change]:
 
 
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-def _pads(facts: AttentionFacts) -> list[int]:
-    """Slots in front of each sequence: blocks are counted from the first slot of the batch entry."""
-    return [0 if near is None else len(near.keys_SGK) for near in facts.neighbours]
 
 
 def _in_blocks(keys: int, pad: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

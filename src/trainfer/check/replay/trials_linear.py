@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from trainfer.check.replay.hypotheses import Hypothesis, common_factor, dropped, rank_one_scale
-from trainfer.check.replay.trials_sites import Attempt, Site, rounded
+from trainfer.check.replay.trials_sites import LOW_DTYPES, Attempt, Site, rounded
 
 _HELD_OUT = 0.1
 """Of the error of rows that a weight was not fitted to: so little it may leave there."""
-_LOW = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def linear_attempts(site: Site) -> Iterator[Attempt]:
@@ -29,7 +28,7 @@ def linear_attempts(site: Site) -> Iterator[Attempt]:
     bias = getattr(site.layer, "bias", None)
     bias = bias.detach().double() if isinstance(bias, Tensor) else None
     family = "head" if site.kind == "head" else "linear"
-    for name, dtype in _LOW.items():
+    for name, dtype in LOW_DTYPES.items():
         for what, predicted in _low(site, weight, bias, dtype).items():
             text = f"{what} rounded to {name} on this side"
             yield Attempt(
@@ -169,7 +168,7 @@ def router_attempts(site: Site) -> Iterator[Attempt]:
     weight = weight_of(site.layer)
     if weight is None:
         return
-    for name, dtype in _LOW.items():
+    for name, dtype in LOW_DTYPES.items():
         for what, predicted in _low(site, weight, None, dtype).items():
             rows = [site.rows(trace) for trace in site.usable()]
             if any(r is None or r[0].shape != p.shape for r, p in zip(rows, predicted, strict=True)):

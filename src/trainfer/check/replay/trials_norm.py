@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from trainfer.check.replay.hypotheses import Hypothesis, eps_of_rows, eps_outside_of_rows, round_eps
-from trainfer.check.replay.trials_sites import TORCH_DTYPES, Attempt, Site, rounded
-
-_LOW = {"BF16": torch.bfloat16, "F16": torch.float16}
+from trainfer.check.replay.trials_sites import LOW_DTYPES, TORCH_DTYPES, Attempt, Site, rounded
 
 
 def norm_attempts(site: Site) -> Iterator[Attempt]:
@@ -161,7 +159,7 @@ class _Attributes:
 
 
 def _precision(site: Site, facts: NormFacts) -> Iterator[Attempt]:
-    for name, dtype in _LOW.items():
+    for name, dtype in LOW_DTYPES.items():
         out = TORCH_DTYPES.get(site.dtype, torch.float64)
 
         def low(values: Tensor, dtype: torch.dtype = dtype) -> Tensor:

@@ -20,9 +20,8 @@ from trainfer.check.replay.hypotheses import (
     frequencies_of_rows,
     positions_of_rows,
 )
-from trainfer.check.replay.trials_sites import Attempt, Site, rounded
+from trainfer.check.replay.trials_sites import LOW_DTYPES, Attempt, Site, rounded
 
-_LOW = {"BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_OFFSET = 4096
 
 
@@ -133,7 +132,7 @@ def _layout(site: Site, frequencies: Tensor, factor: float) -> Iterator[Attempt]
 
 
 def _precision(site: Site, frequencies: Tensor, factor: float) -> Iterator[Attempt]:
-    for name, dtype in _LOW.items():
+    for name, dtype in LOW_DTYPES.items():
         variants: dict[str, Callable[[int], Tensor]] = {
             "frequencies": lambda n, d=dtype: tables(torch.arange(n), rounded(frequencies, d), factor),
             "the finished tables": lambda n, d=dtype: rounded(tables(torch.arange(n), frequencies, factor), d),

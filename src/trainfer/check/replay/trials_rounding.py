@@ -14,7 +14,6 @@ from trainfer.check.replay.trials_forced import Trace
 from trainfer.check.replay.trials_norm import cast_variants, norm_facts
 from trainfer.check.replay.trials_sites import TORCH_DTYPES, Site
 
-LOW_DTYPES = ("BF16", "F16")
 _SAME = 0.97
 """Of a side's elements: so many must have the bits of one order."""
 _APART = 0.01

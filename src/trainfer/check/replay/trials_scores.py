@@ -17,7 +17,7 @@ from torch import Tensor
 from trainfer.check.replay.hypotheses import Hypothesis, first_bad
 from trainfer.check.replay.trials_attention import Change, Core, causal, parts_at, run_core, weights_of
 from trainfer.check.replay.trials_cache import old_cache_attempts, quantised_attempts, seam_attempts
-from trainfer.check.replay.trials_cores import AttentionFacts, attempt, errors_of
+from trainfer.check.replay.trials_cores import AttentionFacts, attempt, errors_of, leading
 from trainfer.check.replay.trials_kernels import precision_attempts
 from trainfer.check.replay.trials_sites import Attempt, Site
 
@@ -98,7 +98,7 @@ def _mask(facts: AttentionFacts) -> Iterator[Attempt]:
         yield attempt(facts, "attention.mask", Change(visible=visible), text, seen=text)
     if any(bool(rows.any()) for rows in facts.decode):
         text = "every row of the prefill sees the whole prompt: no causal mask; decode is right"
-        prompts = [int((~rows).int().cumprod(0).sum()) for rows in facts.decode]
+        prompts = [leading(~rows) for rows in facts.decode]
         changes = [Change(visible=_whole_prompt(length, window)) for length in prompts]
         yield attempt(facts, "attention.mask", changes, text, seen=text)
 

@@ -98,6 +98,10 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
+LOW_DTYPES: Mapping[str, torch.dtype] = {name: TORCH_DTYPES[name] for name in ("BF16", "F16")}
+"""What a computation may be rounded to on its way."""
+
+
 def relative(captured_TD: Tensor, computed_TD: Tensor) -> NDArray[np.float64]:
     """‖captured − computed‖ / ‖computed‖ per row; inf where not finite."""
     off = torch.linalg.vector_norm(captured_TD - computed_TD, dim=1)
